@@ -1,0 +1,1 @@
+"""Measures how diverse the attention heads of a transformer are."""

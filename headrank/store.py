@@ -1,0 +1,180 @@
+"""Measurements: what one checkpoint's heads gave, kept in a file and found again."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from headrank.errors import HeadrankError
+from headrank.output import replace_atomically
+
+SCHEMA = 1
+CIRCUITS = ("qk", "ov")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """One layer with attention."""
+
+    index: int
+    """Its place in the model, from 0."""
+    n_head: int
+    """Query heads."""
+    n_kv_head: int
+    """Key-value heads."""
+    group: str = ""
+    """encoder, decoder or cross, where a model has several stacks."""
+    window: int | None = None
+    """Tokens that a query sees; None for all."""
+
+    @property
+    def key(self) -> str:
+        """Unique name of the layer within its model."""
+        return f"{self.group}.{self.index}" if self.group else str(self.index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a measurement knows of its model."""
+
+    checkpoint: str
+    """The path or hub id that it was read from."""
+    fingerprint: str
+    """sha256 of its contents, see Checkpoint.fingerprint."""
+    family: str
+    """Architecture."""
+    kind: str
+    """Attention kind: mha, gqa, mqa, mla or lrkv."""
+    n_layer: int
+    """Depth."""
+    n_head: int
+    """Query heads, H, of the widest layer."""
+    n_kv_head: int
+    """Key-value heads."""
+    d_model: int
+    """Width of the residual stream."""
+    d_head: int
+    """Size of a head's queries."""
+    n_parameters: int
+    """Parameters."""
+    kv_values_per_token: int
+    """Numbers that the KV cache holds for one token, all layers."""
+    trained: dict[str, Any] = field(default_factory=dict)
+    """tokens_seen and validation_loss, where the checkpoint's training.json says them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Gram matrices of one checkpoint from one source, and where they come from."""
+
+    model: ModelFacts
+    """The model."""
+    source: str
+    """weights or activations."""
+    settings: dict[str, Any]
+    """Every setting that changes a number."""
+    tokens: dict[str, Any] | None
+    """What was fed: name, sha256, sequences, tokens; None for weights."""
+    layers: tuple[LayerFacts, ...]
+    """The layers that were measured."""
+    grams: dict[str, NDArray[np.float64]]
+    """'qk/3' -> [S, H, H]: a Gram matrix for each of S groups of sequences (1 for weights); their sum is the layer's."""
+    faults: dict[str, str]
+    """'qk/3' -> why that layer has no numbers."""
+
+    def gram(self, circuit: str, layer: LayerFacts) -> NDArray[np.float64] | None:
+        """[H, H], summed over the groups of sequences; None where the layer has a fault."""
+        parts = self.grams.get(f"{circuit}/{layer.key}")
+        return None if parts is None else parts.sum(0)
+
+    def joined(self, other: "Measurement") -> "Measurement":
+        """This measurement with another's layers added; where both have one, this one's stays. They must agree in all but the layers."""
+        layers = {layer.key: layer for layer in (*other.layers, *self.layers)}
+        ordered = tuple(sorted(layers.values(), key=lambda layer: (layer.group, layer.index)))
+        return replace(self, layers=ordered, grams={**other.grams, **self.grams}, faults={**other.faults, **self.faults})
+
+
+def write_measurement(measurement: Measurement, path: Path) -> None:
+    """Writes one safetensors file: the Grams, and all the rest as JSON in its header. Whole or not at all."""
+    rest = {"schema": SCHEMA, **asdict(replace(measurement, grams={}))}
+    data = save(measurement.grams, metadata={"headrank": json.dumps(rest, sort_keys=True)})
+    with replace_atomically(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def read_measurement(path: Path) -> Measurement:
+    """Reads a measurement. Raises HeadrankError where the file is none, is broken, or has another schema."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            rest = json.loads((file.metadata() or {})["headrank"])
+            grams = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        if rest.pop("schema") != SCHEMA:
+            raise HeadrankError(f"{path}: a measurement of another version of headrank; measure again")
+        layers = tuple(LayerFacts(**layer) for layer in rest.pop("layers"))
+        rest.pop("grams")
+        measurement = Measurement(model=ModelFacts(**rest.pop("model")), layers=layers, grams=grams, **rest)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise HeadrankError(f"{path}: not a measurement of headrank: {error}") from None
+    _check(measurement, path)
+    return measurement
+
+
+def is_measurement(path: Path) -> bool:
+    """Whether a file says of itself that it is a measurement."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return "headrank" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
+
+
+def _check(measurement: Measurement, path: Path) -> None:
+    heads = {layer.key: layer.n_head for layer in measurement.layers}
+    for name, gram in measurement.grams.items():
+        circuit, _, layer = name.partition("/")
+        H = heads.get(layer)
+        if circuit not in CIRCUITS or H is None or gram.ndim != 3 or gram.shape[1:] != (H, H) or not np.isfinite(gram).all():
+            raise HeadrankError(f"{path}: not a measurement of headrank: {name} of shape {list(gram.shape)} is no finite Gram matrix of a layer it names")
+
+
+class Store:
+    """A folder of measurements, found by what they were made of. Where it cannot be written, nothing is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def default(cls) -> "Store":
+        """$HEADRANK_CACHE, else headrank in $XDG_CACHE_HOME, else in ~/.cache."""
+        named = os.environ.get("HEADRANK_CACHE")
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        return cls(Path(named) if named else Path(base) / "headrank")
+
+    @staticmethod
+    def key(**parts: Any) -> str:
+        """A name made of everything that decides the numbers."""
+        return hashlib.sha256(json.dumps({"schema": SCHEMA, **parts}, sort_keys=True).encode()).hexdigest()[:32]
+
+    def find(self, key: str) -> Measurement | None:
+        """The measurement of that key, or None; a broken file counts as none."""
+        path = self.folder / f"{key}.safetensors"
+        try:
+            return read_measurement(path) if path.is_file() else None
+        except (HeadrankError, OSError):
+            return None
+
+    def keep(self, key: str, measurement: Measurement) -> str | None:
+        """Writes the measurement. Returns why not, where the folder cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_measurement(measurement, self.folder / f"{key}.safetensors")
+        except OSError as error:
+            return f"{self.folder}: measurements are not kept: {error.strerror}"
+        return None

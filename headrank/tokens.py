@@ -1,0 +1,90 @@
+"""Text or token files -> token ids -> seeded batches."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrank.errors import HeadrankError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BYTE_VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStream:
+    """One run of token ids."""
+
+    ids: NDArray[np.integer]
+    """[n], in the order of the files."""
+    name: str
+    """The files' names."""
+    sha256: str
+    """Of the ids as 32-bit little-endian numbers."""
+
+
+def read_token_files(*, text: Sequence[Path], tokens: Sequence[Path], tokenizer: Path | None, vocab_size: int) -> TokenStream:
+    """Reads text files through a tokenizer, or as bytes where the vocabulary is 256, or token ids from .npy or .bin files.
+
+    Raises HeadrankError where nothing or both are given, a file cannot be read, is empty, or holds an id outside the vocabulary.
+    """
+    if bool(text) == bool(tokens):
+        raise HeadrankError("give either --text or --tokens")
+    paths = list(text or tokens)
+    if tokens:
+        parts = [_token_ids(path) for path in paths]
+    elif tokenizer is not None:
+        encode = load_tokenizer(tokenizer).encode
+        parts = [np.asarray(encode(_bytes(path).decode("utf-8", errors="replace")).ids, dtype=np.int32) for path in paths]
+    elif vocab_size == BYTE_VOCABULARY:
+        parts = [np.frombuffer(_bytes(path), dtype=np.uint8) for path in paths]
+    else:
+        raise HeadrankError(f"{paths[0]}: a vocabulary of {vocab_size} needs a tokenizer to read text; give --tokenizer, or token ids with --tokens")
+    for path, part in zip(paths, parts, strict=True):
+        if not len(part):
+            raise HeadrankError(f"{path}: empty; give a file with text or token ids in it")
+        if part.min() < 0 or part.max() >= vocab_size:
+            raise HeadrankError(f"{path}: holds token id {part.min() if part.min() < 0 else part.max()}, but the vocabulary has {vocab_size}")
+    ids = np.concatenate(parts)
+    return TokenStream(ids=ids, name=", ".join(path.name for path in paths), sha256=hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest())
+
+
+def load_tokenizer(path: Path) -> "Tokenizer":
+    """A tokenizer from a tokenizer.json. Raises HeadrankError where it is none, or where the package `tokenizers` is missing."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise HeadrankError(f"{path}: reading it needs the package tokenizers: pip install 'headrank[hf]'") from None
+    _bytes(path)
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception
+        raise HeadrankError(f"{path}: not a tokenizer.json: {error}") from None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise HeadrankError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _token_ids(path: Path) -> NDArray[np.integer]:
+    if path.suffix == ".bin":
+        data = _bytes(path)
+        if len(data) % 2:
+            raise HeadrankError(f"{path}: {len(data)} bytes are not 16-bit numbers; a .bin file holds unsigned 16-bit token ids")
+        return np.frombuffer(data, dtype="<u2")
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise HeadrankError(f"{path}: not token ids: {error}; give a .npy file of whole numbers, or .bin of unsigned 16-bit ones") from None
+    if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
+        raise HeadrankError(f"{path}: not an array of whole numbers")
+    return np.asarray(ids).reshape(-1)
