@@ -88,3 +88,45 @@ def _token_ids(path: Path) -> NDArray[np.integer]:
     if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
         raise HeadrankError(f"{path}: not an array of whole numbers")
     return np.asarray(ids).reshape(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """What is fed to a model: sequences of token ids, padded on the right to one length."""
+
+    ids: NDArray[np.integer]
+    """[N, T]."""
+    lengths: NDArray[np.int64]
+    """[N]: how many of the T ids are tokens; the rest is padding."""
+    source: str
+    """Names of the files that they come from."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens, padding not counted."""
+        return int(self.lengths.sum())
+
+    @property
+    def sha256(self) -> str:
+        """Of the ids and lengths."""
+        digest = hashlib.sha256(self.ids.astype("<u4").tobytes())
+        digest.update(self.lengths.astype("<u4").tobytes())
+        return digest.hexdigest()
+
+
+def cut_sequences(stream: TokenStream, *, seq_len: int, n_sequences: int, seed: int) -> Sequences:
+    """Cuts the stream into windows of seq_len tokens and takes n_sequences of them in seeded random order, or all where there are fewer.
+
+    The tail that does not fill a window is left out. Raises HeadrankError where the stream is shorter than one window.
+    """
+    n_windows = len(stream.ids) // seq_len
+    if not n_windows:
+        raise HeadrankError(f"{stream.name}: {len(stream.ids)} tokens are fewer than one sequence of {seq_len}; give more text, or a smaller --seq-len")
+    chosen = np.random.default_rng(seed).permutation(n_windows)[:n_sequences]
+    ids = stream.ids[: n_windows * seq_len].reshape(n_windows, seq_len)[chosen]
+    return Sequences(ids=ids, lengths=np.full(len(ids), seq_len, dtype=np.int64), source=stream.name)
+
+
+def calibration_text() -> Path:
+    """The text that comes with headrank: prose, dialogue, lists, code and numbers."""
+    return Path(__file__).parent / "data" / "calibration.txt"

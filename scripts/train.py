@@ -187,8 +187,9 @@ def average_gradients(model: Decoder, world: int) -> None:
     """The mean over processes. Muon updates whole matrices, so every process keeps all of them and does the same step."""
     if world > 1:
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= world
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(world)
 
 
 def train(variant: Variant, data: Data, settings: Settings, folder: Path, *, record: dict[str, Any], tokenizer: Path | None,

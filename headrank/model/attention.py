@@ -59,12 +59,7 @@ class Attention(nn.Module):
         self.c_q = nn.Linear(d, H * (D + config.d_rope), bias=False)
         if config.kind == "mla":
             self.c_kv = nn.Linear(d, config.d_latent + config.d_rope, bias=False)  # rows: the latent, then the shared rotary key
-            self.c_k = nn.Linear(config.d_latent, H * D, bias=False)
-            self.c_v = nn.Linear(config.d_latent, H * D, bias=False)
-        else:
-            make = LowRankKeyValue if config.kind == "lrkv" else KeyValue
-            self.c_k = make(config)
-            self.c_v = make(config)
+        self.c_k, self.c_v = _key_value(config), _key_value(config)
         self.c_proj = nn.Linear(H * D, d, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, probe: Probe | None) -> Tensor:
@@ -93,6 +88,12 @@ class Attention(nn.Module):
         q_nope, q_rope = q.split((config.d_head, config.d_rope), -1)
         k_rope = _rotate(k_rope.unsqueeze(-2), rotary).expand(-1, -1, config.n_head, -1)
         return _norm(torch.cat((q_nope, _rotate(q_rope, rotary)), -1)), _norm(torch.cat((k, k_rope), -1)), v
+
+
+def _key_value(config: ModelConfig) -> nn.Module:
+    if config.kind == "mla":
+        return nn.Linear(config.d_latent, config.n_head * config.d_head, bias=False)
+    return LowRankKeyValue(config) if config.kind == "lrkv" else KeyValue(config)
 
 
 def rotary_table(config: ModelConfig, length: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

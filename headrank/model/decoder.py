@@ -1,5 +1,7 @@
 """The decoder of arXiv 2601.11471, which is nanochat's: RMS norms without gain, relu squared, no biases, untied embeddings."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,11 +58,20 @@ class Decoder(nn.Module):
         x = _norm(self.transformer["wte"](tokens))
         rotary = rotary_table(self.config, tokens.shape[1], device=x.device, dtype=x.dtype)
         mask = None if valid is None else attention_mask(valid)
-        for block in self.transformer["h"]:
+        for block in self.blocks:
             if block.attn.layer == last_layer:
                 return x + block.attn(_norm(x), rotary, mask, probe)
             x = block(x, rotary, mask, probe)
         return x
+
+    def output_projection(self, layer: int) -> Tensor:
+        """W_O of a layer, [H, d_head, d_model]: what a head's output is multiplied with."""
+        attn = self.blocks[layer].attn
+        return attn.c_proj.weight.T.unflatten(0, (self.config.n_head, self.config.d_head))
+
+    @property
+    def blocks(self) -> list[Block]:
+        return list(cast(nn.ModuleList, self.transformer["h"]))  # type: ignore[arg-type]
 
 
 def attention_mask(valid: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+"""Sums over tokens that a forward pass feeds, layer by layer, and the Gram matrices they end in.
+
+Nothing here grows with the number of tokens: sequences belong to S groups, and a group keeps its [H, H] sums.
+"""
+
+import torch
+from torch import Tensor
+
+CPU_BLOCK_BYTES = 1 << 20  # a block of scores is worked on in a core's second-level cache
+CUDA_BLOCK_BYTES = 1 << 28
+PRODUCT_COLUMNS = 2048  # columns of one product of a batched one: short sums are exact enough in float32, their totals are float64
+
+
+class ScoreGram:
+    """Inner products of heads' attention scores over all allowed pairs of tokens, each query's row centred.
+
+    The softmax ignores a constant added to all keys of a query; with rows centred, the cosine of two heads is the one between
+    their centred log-ratio attention patterns (Aitchison 1982).
+    """
+
+    def __init__(self, n_head: int, n_groups: int, device: torch.device) -> None:
+        self.sums = torch.zeros(n_groups, n_head, n_head, dtype=torch.float64, device=device)
+        self._buffer = torch.empty(0, device=device)
+
+    def add(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scaling: float,
+        groups: Tensor,
+        keep: Tensor | None = None,
+        causal: bool = True,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Adds one batch.
+
+        q: [B, H, T, D], k: [B, G, S, D], as they enter the scores; head h reads k[:, h // (H / G)]. groups: [B], each sequence's group.
+        keep: [B, T], False for tokens that are to count neither as queries nor as keys (then T = S).
+        mask: [B or 1, H or 1, T, S], True where a query may see a key; where None, all, or no later ones if causal.
+        bias: [B or 1, H or 1, T, S], added to the scores. softcap: c in c tanh(score / c), applied before the bias.
+        """
+        B, H, T, _ = q.shape
+        G, S = k.shape[1:3]
+        triangular = causal and mask is None
+        budget = CUDA_BLOCK_BYTES if q.is_cuda else CPU_BLOCK_BYTES
+        sequences = max(1, min(B, budget // (4 * H * T * S)))
+        rows = max(1, min(T, budget // (4 * H * S * sequences)))
+        q = q.unflatten(1, (G, H // G))  # [B, G, H / G, T, D]
+        for b in range(0, B, sequences):
+            batch = slice(b, b + sequences)
+            keys = k[batch].transpose(2, 3)
+            for t in range(0, T, rows):
+                stop = min(t + rows, T)
+                seen = stop if triangular else S  # keys after the rows need no score at all
+                allowed = _allowed(mask, keep, batch, t, stop, seen, triangular, q.device)
+                scores = self._scores(q[batch, :, :, t:stop], keys[..., :seen], scaling)
+                if softcap is not None:
+                    scores.div_(softcap).tanh_().mul_(softcap)
+                if bias is not None:
+                    scores.add_(bias[batch if len(bias) > 1 else slice(None), :, t:stop, :seen])
+                _center_rows(scores, allowed)
+                self.sums.index_add_(0, groups[batch], _row_products(scores.flatten(2)))
+
+    def _scores(self, q: Tensor, keys: Tensor, scaling: float) -> Tensor:
+        """q: [b, G, R, C, D], keys: [b, G, D, S]. Returns [b, H, C, S] float32 in memory that the next block takes again."""
+        b, G, R, C, D = q.shape
+        S = keys.shape[-1]
+        size = b * G * R * C * S
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, device=q.device)
+        out = self._buffer[:size].view(b * G, R * C, S)
+        left, right = q.reshape(b * G, R * C, D), keys.flatten(0, 1)
+        if q.is_cuda and q.dtype != torch.float32:
+            torch.bmm(left, right, out_dtype=torch.float32, out=out)  # products of 16-bit numbers are exact in float32
+            out.mul_(scaling)
+        else:
+            torch.bmm(left.float().mul_(scaling) if left.dtype != torch.float32 else left * scaling, right.float(), out=out)
+        return out.view(b, G * R, C, S)
+
+    def grams(self) -> Tensor:
+        """[S, H, H] float64: a Gram matrix a group."""
+        return self.sums
+
+
+class OutputGram:
+    """Inner products of what the heads write, z_h W_O^h, over all tokens, about their mean or about zero.
+
+    <o_i, o_j> summed over tokens is sum of (Z_i^T Z_j) * (W_O^i W_O^jT), so only second moments of z are taken. They are taken
+    about the first batch's mean, since large constant parts would cost digits otherwise.
+    """
+
+    def __init__(self, W_O: Tensor, n_groups: int) -> None:
+        """W_O: [H, D_v, d_model] on the device of the pass."""
+        H, D, _ = W_O.shape
+        flat = W_O.flatten(0, 1).float()
+        self.metric = flat @ flat.T  # [H D_v, H D_v]
+        self.H, self.D = H, D
+        self.sums = torch.zeros(n_groups, H, H, dtype=torch.float64, device=W_O.device)
+        self.firsts = torch.zeros(n_groups, H * D, dtype=torch.float64, device=W_O.device)
+        self.counts = torch.zeros(n_groups, dtype=torch.float64, device=W_O.device)
+        self.shift: Tensor | None = None
+
+    def add(self, z: Tensor, *, groups: Tensor, keep: Tensor | None = None) -> None:
+        """Adds one batch. z: [B, T, H, D_v]; groups: [B]; keep: [B, T], False for tokens that are not to count."""
+        B, T = z.shape[:2]
+        z = z.flatten(2).float()
+        if keep is not None:
+            z = torch.where(keep[..., None], z, 0)
+        counts = keep.sum(1).double() if keep is not None else torch.full((B,), float(T), dtype=torch.float64, device=z.device)
+        if self.shift is None:
+            self.shift = z.sum((0, 1), dtype=torch.float64).div(counts.sum().clamp(min=1)).float()
+        z = z - self.shift
+        if keep is not None:
+            z.mul_(keep[..., None])
+        self.counts.index_add_(0, groups, counts)
+        self.firsts.index_add_(0, groups, z.sum(1, dtype=torch.float64))
+        self.sums.index_add_(0, groups, torch.stack([self._second(sequence) for sequence in z]))
+
+    def _second(self, z: Tensor) -> Tensor:
+        """z: [T, H D_v]. Returns [H, H] float64; only the part on and above the diagonal is computed."""
+        H, D = self.H, self.D
+        gram = torch.zeros(H, H, dtype=torch.float64, device=z.device)
+        step = max(1, H // 4)
+        for start in range(0, H, step):
+            rows, rest = slice(start * D, min(start + step, H) * D), slice(start * D, H * D)
+            product = (z[:, rows].T @ z[:, rest]).mul_(self.metric[rows, rest])
+            gram[start : start + step, start:] = product.view(-1, D, H - start, D).sum((1, 3), dtype=torch.float64)
+        return gram.triu() + gram.triu(1).T
+
+    def grams(self, *, center: bool = True) -> Tensor:
+        """[S, H, H] float64: a Gram matrix a group, about the mean over all tokens, or about zero."""
+        if self.shift is None:
+            return self.sums
+        total = self.counts.sum().clamp(min=1)
+        about = self.firsts.sum(0) / total if center else -self.shift.double()
+        metric = self.metric.double().view(self.H, self.D, self.H, self.D)
+        mean = about.view(self.H, self.D)
+        toward = torch.einsum("iajb,jb->iaj", metric, mean)  # W_O^i W_O^jT m_j
+        cross = torch.einsum("sia,iaj->sij", self.firsts.view(-1, self.H, self.D), toward)
+        square = torch.einsum("ia,iaj->ij", mean, toward)
+        return self.sums - cross - cross.transpose(1, 2) + self.counts[:, None, None] * square
+
+
+def _allowed(mask: Tensor | None, keep: Tensor | None, batch: slice, start: int, stop: int, seen: int, triangular: bool, device: torch.device) -> Tensor | None:
+    """Which query of the rows may count with which key: [b or 1, H or 1, C, seen], or None where all may."""
+    allowed = None
+    if triangular:
+        allowed = torch.ones(stop - start, seen, dtype=torch.bool, device=device).tril_(start)[None, None]
+    elif mask is not None:
+        allowed = mask[batch if len(mask) > 1 else slice(None), :, start:stop, :seen]
+    if keep is not None:
+        both = keep[batch, None, start:stop, None] & keep[batch, None, None, :seen]
+        allowed = both if allowed is None else allowed & both
+    return allowed
+
+
+def _center_rows(scores: Tensor, allowed: Tensor | None) -> None:
+    """Takes each row's mean over its allowed keys from them, in place; pairs that are not allowed become 0."""
+    if allowed is None:
+        scores.sub_(scores.mean(-1, keepdim=True))
+        return
+    blocked = ~allowed
+    scores.masked_fill_(blocked, 0)
+    scores.sub_(scores.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1))
+    scores.masked_fill_(blocked, 0)
+
+
+def _row_products(rows: Tensor) -> Tensor:
+    """rows: [b, H, n] float32. Returns rows @ rows^T, [b, H, H] float64, from float32 products over short runs of columns."""
+    b, H, n = rows.shape
+    whole = n // PRODUCT_COLUMNS * PRODUCT_COLUMNS
+    total = torch.zeros(b, H, H, dtype=torch.float64, device=rows.device)
+    if whole:
+        runs = rows[..., :whole].unflatten(-1, (-1, PRODUCT_COLUMNS)).transpose(1, 2)  # [b, runs, H, columns]
+        total += torch.matmul(runs, runs.transpose(-1, -2)).sum(1, dtype=torch.float64)
+    if whole < n:
+        rest = rows[..., whole:]
+        total += torch.matmul(rest, rest.transpose(-1, -2))
+    return total

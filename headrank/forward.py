@@ -1,0 +1,153 @@
+"""Batched forward passes that feed the accumulators: our decoder here, transformers' models in huggingface.py."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrank.accumulators import OutputGram, ScoreGram
+from headrank.checkpoints import Checkpoint
+from headrank.config import ModelConfig
+from headrank.errors import HeadrankError
+from headrank.model import load_decoder
+from headrank.store import LayerFacts
+from headrank.tokens import Sequences
+
+TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65536}  # where no batch size is asked for; halved until it fits
+
+
+class Recorder:
+    """Sends what attention layers compute to their accumulators. One recorder a pass over all batches."""
+
+    def __init__(self, layers: Sequence[LayerFacts], circuits: Sequence[str], *, n_groups: int) -> None:
+        self.layers = {layer.key: layer for layer in layers}
+        self.circuits, self.n_groups = circuits, n_groups
+        self._scores: dict[str, ScoreGram] = {}
+        self._outputs: dict[str, OutputGram] = {}
+        self._groups = torch.empty(0, dtype=torch.long)
+        self._keep: Tensor | None = None
+
+    def begin_batch(self, groups: Tensor, keep: Tensor | None) -> None:
+        """groups: [B], the group of each sequence; keep: [B, T], False for tokens that do not count."""
+        self._groups, self._keep = groups, keep
+
+    def wants(self, key: str, circuit: str) -> bool:
+        """Whether a layer's scores (qk) or outputs (ov) are to be counted."""
+        return key in self.layers and circuit in self.circuits
+
+    def scores(self, key: str, q: Tensor, k: Tensor, *, scaling: float, **settings: Any) -> None:
+        """Counts one batch of a layer's scores; q, k and the settings are those of ScoreGram.add."""
+        if key not in self._scores:
+            self._scores[key] = ScoreGram(q.shape[1], self.n_groups, q.device)
+        self._scores[key].add(q, k, scaling=scaling, groups=self._groups, keep=self._keep, **settings)
+
+    def outputs(self, key: str, z: Tensor, W_O: Callable[[], Tensor]) -> None:
+        """Counts one batch of what a layer's heads hand to the output projection. z: [B, T, H, D_v]; W_O() is [H, D_v, d_model]."""
+        if key not in self._outputs:
+            self._outputs[key] = OutputGram(W_O().detach(), self.n_groups)
+        self._outputs[key].add(z, groups=self._groups, keep=self._keep)
+
+    def grams(self, *, center: bool) -> dict[str, NDArray[np.float64]]:
+        """'qk/3' -> [S, H, H]. Raises HeadrankError where a layer that was asked for was never seen."""
+        found = {f"qk/{key}": scores.grams() for key, scores in self._scores.items()}
+        found |= {f"ov/{key}": outputs.grams(center=center) for key, outputs in self._outputs.items()}
+        wanted = [f"{circuit}/{key}" for circuit in self.circuits for key in self.layers]
+        if missing := [name for name in wanted if name not in found]:
+            raise HeadrankError(f"the forward pass never came to {', '.join(missing)}; use --source weights")
+        return {name: found[name].cpu().numpy() for name in wanted}
+
+
+class Runner(Protocol):
+    """A loaded model that can be run over batches."""
+
+    def run(self, ids: Tensor, valid: Tensor | None, recorder: Recorder, *, last_layer: int) -> None:
+        """One forward pass of ids [B, T] (valid: [B, T], False where padding) that feeds the recorder and need not go beyond last_layer."""
+
+
+class DecoderRunner:
+    """Our own decoder."""
+
+    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
+        config = ModelConfig.from_dict(checkpoint.config, where=f"{checkpoint.path}/{checkpoint.config_name}")
+        self.model = load_decoder(config, checkpoint.read, device=device, dtype=dtype, where=str(checkpoint.path))
+
+    @torch.no_grad()
+    def run(self, ids: Tensor, valid: Tensor | None, recorder: Recorder, *, last_layer: int) -> None:
+        self.model.hidden(ids, valid=valid, probe=_DecoderProbe(self.model, recorder, valid), last_layer=last_layer)
+
+
+class _DecoderProbe:
+    def __init__(self, model: Any, recorder: Recorder, valid: Tensor | None) -> None:
+        self.model, self.recorder, self.valid = model, recorder, valid
+
+    def scores(self, layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
+        if self.recorder.wants(str(layer), "qk"):
+            self.recorder.scores(str(layer), q, k, scaling=scaling)
+
+    def outputs(self, layer: int, z: Tensor) -> None:
+        if self.recorder.wants(str(layer), "ov"):
+            self.recorder.outputs(str(layer), z, lambda: self.model.output_projection(layer))
+
+
+def pass_over(
+    runner: Runner,
+    sequences: Sequences,
+    layers: Sequence[LayerFacts],
+    circuits: Sequence[str],
+    *,
+    device: torch.device,
+    batch_size: int | None,
+    center: bool = True,
+    skip_first: int = 0,
+    n_groups: int,
+    on_batch: Callable[[int, int], None] = lambda done, total: None,
+    remark: Callable[[str], None] = lambda text: None,
+) -> Mapping[str, NDArray[np.float64]]:
+    """Runs all sequences and returns the Gram matrices, 'qk/3' -> [n_groups, H, H].
+
+    Where no batch size is given, one is chosen and halved until a batch fits in memory. skip_first leaves out the first tokens of
+    each sequence as queries and keys. on_batch is told how many sequences are done.
+    """
+    N, T = sequences.ids.shape
+    size = batch_size or max(1, min(N, TOKENS_PER_BATCH.get(device.type, 4096) // T))
+    last_layer = max(layer.index for layer in layers)
+    while True:
+        recorder = Recorder(layers, circuits, n_groups=n_groups)
+        try:
+            for start in range(0, N, size):
+                on_batch(start, N)
+                _run_batch(runner, sequences, slice(start, min(start + size, N)), recorder, device, skip_first, n_groups, last_layer)
+            on_batch(N, N)
+            return recorder.grams(center=center)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a plain one
+            if batch_size or size == 1 or not _is_out_of_memory(error):
+                raise
+        size = max(1, size // 2)  # from the start: sums of a batch that broke off half-way must not count
+        remark(f"out of memory; going on with {size} sequences a batch")
+        del recorder
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _run_batch(
+    runner: Runner, sequences: Sequences, batch: slice, recorder: Recorder, device: torch.device, skip_first: int, n_groups: int, last_layer: int
+) -> None:
+    N, T = sequences.ids.shape
+    ids = torch.from_numpy(sequences.ids[batch].astype(np.int64)).to(device)
+    lengths = torch.from_numpy(sequences.lengths[batch]).to(device)
+    position = torch.arange(T, device=device)
+    valid = None if bool((lengths == T).all()) else position < lengths[:, None]
+    keep = valid
+    if skip_first:
+        late = (position >= skip_first).expand(len(ids), T)
+        keep = late if valid is None else late & valid
+    groups = torch.arange(batch.start, batch.stop, device=device) * n_groups // N
+    recorder.begin_batch(groups, keep)
+    runner.run(ids, valid, recorder, last_layer=last_layer)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
