@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrank.accumulators import OutputGram, ScoreGram
+from headrank.architectures import Architecture
 from headrank.checkpoints import Checkpoint
-from headrank.config import ModelConfig
+from headrank.config import MODEL_TYPE, ModelConfig
 from headrank.errors import HeadrankError
 from headrank.model import load_decoder
 from headrank.store import LayerFacts
@@ -77,6 +78,15 @@ class DecoderRunner:
     @torch.no_grad()
     def run(self, ids: Tensor, valid: Tensor | None, recorder: Recorder, *, last_layer: int) -> None:
         self.model.hidden(ids, valid=valid, probe=_DecoderProbe(self.model, recorder, valid), last_layer=last_layer)
+
+
+def load_runner(checkpoint: Checkpoint, architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> Runner:
+    """The model of a checkpoint, ready to run: our own decoder, or one of transformers'."""
+    if architecture.family == MODEL_TYPE:
+        return DecoderRunner(checkpoint, device=device, dtype=dtype)
+    from headrank.huggingface import TransformersRunner
+
+    return TransformersRunner(checkpoint.path, device=device, dtype=dtype)
 
 
 class _DecoderProbe:

@@ -1,0 +1,5 @@
+"""python -m headrank."""
+
+from headrank.cli import main
+
+main()

@@ -1,0 +1,144 @@
+"""The command line: a thin function a command: parse, call, print."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrank.errors import HeadrankError
+from headrank.options import SpreadCommand, with_options
+
+app = typer.Typer(
+    help="Measures how diverse the attention heads of a transformer are.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+class Source(StrEnum):
+    activations = "activations"
+    weights = "weights"
+
+
+class Circuit(StrEnum):
+    qk = "qk"
+    ov = "ov"
+
+
+class MlaPart(StrEnum):
+    both = "both"
+    nope = "nope"
+    rope = "rope"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    mps = "mps"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Format(StrEnum):
+    png = "png"
+    pdf = "pdf"
+    svg = "svg"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """The options that all measuring commands have."""
+
+    models: Annotated[list[str] | None, typer.Argument(metavar="[[LABEL=]PATH]...", help="Checkpoints: folders, files or hub ids.")] = None
+    scales: Annotated[list[str] | None, typer.Option(help="Families to show, e.g. --scales 128M 2.5B.")] = None
+    layer: Annotated[list[int] | None, typer.Option(help="Layers, e.g. --layer 0 18 -1; negative ones count from the end.")] = None
+    checkpoints: Annotated[Path | None, typer.Option(help="Where families live [env: HEADRANK_CHECKPOINTS; default: checkpoints].")] = None
+    config: Annotated[list[Path] | None, typer.Option(help="TOML file of a family of your own.")] = None
+    source: Annotated[Source, typer.Option(help="Measure what heads do on text, or their weights alone.")] = Source.activations
+    circuit: Annotated[Circuit, typer.Option(help="qk: where heads look; ov: what they write.")] = Circuit.qk
+    centered: Annotated[bool, typer.Option("--centered", help="Analyse the centred similarity matrix.")] = False
+    raw: Annotated[bool, typer.Option("--raw", help="Weights: leave gains and biases out.")] = False
+    mla_part: Annotated[MlaPart, typer.Option(help="Weights of MLA: both parts of the keys, or one.")] = MlaPart.both
+    center: Annotated[bool, typer.Option("--center/--no-center", help="Outputs: take their mean over tokens away.")] = True
+    text: Annotated[list[Path] | None, typer.Option(help="Text file to feed; the bundled text by default.")] = None
+    tokens: Annotated[list[Path] | None, typer.Option(help="Token ids to feed: .npy, or .bin of 16-bit numbers.")] = None
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence [default: the model's context, at most 512].")] = None
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences to feed, at most.")] = 64
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of sequences.")] = 0
+    skip_first: Annotated[int, typer.Option(min=0, help="Leave out the first tokens of each sequence (attention sinks).")] = 0
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences a batch [default: as many as fit].")] = None
+    device: Annotated[Device, typer.Option(help="Where the forward pass runs.")] = Device.auto
+    dtype: Annotated[Dtype, typer.Option(help="Numbers of the forward pass; auto: bfloat16 on CUDA, else float32.")] = Dtype.auto
+    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("headrank-out")
+    format: Annotated[list[Format] | None, typer.Option(help="Figure formats: png, pdf, svg [default: png].")] = None
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no remarks.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that headrank did not write.")] = False
+
+
+@app.command("heatmap", cls=SpreadCommand, epilog="Example: headrank heatmap --layer 18")
+@with_options(Shared)
+def heatmap(options: Shared) -> None:
+    """Similarity matrix of the heads of one layer, a panel a model."""
+    _report("heatmap", options)
+
+
+@app.command("spectra", cls=SpreadCommand, epilog="Example: headrank spectra --layer 0 18 35")
+@with_options(Shared)
+def spectra(options: Shared) -> None:
+    """Eigenvalues of the similarity matrix of an early, a middle and a late layer."""
+    _report("spectra", options)
+
+
+@app.command("effrank", cls=SpreadCommand, epilog="Example: headrank effrank --scales 128M 2.5B")
+@with_options(Shared)
+def effrank(options: Shared) -> None:
+    """Effective rank of the heads against layer, a panel a scale."""
+    _report("effrank", options)
+
+
+def _report(command: str, options: Shared) -> None:
+    from headrank.report import run
+
+    with _exit_codes():
+        run(command, options)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """1 for what the user can mend, 130 for an interrupt, 0 where the reader of our output has gone (| head)."""
+    try:
+        yield
+        sys.stdout.flush()
+    except HeadrankError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+
+
+def main() -> None:
+    """Runs the command line and exits; wrong usage exits with 2."""
+    app(prog_name="headrank")
+
+
+if __name__ == "__main__":
+    main()

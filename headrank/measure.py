@@ -1,0 +1,269 @@
+"""The only joiner: a checkpoint and settings in, a Measurement out, from the store where it has it."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrank.errors import HeadrankError, NotFiniteError
+from headrank.selection import ModelRef, resolve_layers
+from headrank.store import CIRCUITS, LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
+
+MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a measurement depends on, beside the checkpoint."""
+
+    source: str = "activations"
+    """activations or weights."""
+    raw: bool = False
+    """Weights: matrices as they lie in the file, no gains or biases folded in."""
+    mla_part: str = "both"
+    """Weights of MLA: nope, rope or both."""
+    center: bool = True
+    """Outputs: about their mean over tokens."""
+    text: tuple[Path, ...] = ()
+    """Text files to feed; the bundled text where neither these nor tokens are given."""
+    tokens: tuple[Path, ...] = ()
+    """Token files to feed."""
+    seq_len: int | None = None
+    """Tokens a sequence; by default the model's context, at most 512."""
+    n_sequences: int = 64
+    """Sequences to feed, at most."""
+    seed: int = 0
+    """Seed of the choice of sequences."""
+    skip_first: int = 0
+    """Positions at the start of each sequence that do not count."""
+    batch_size: int | None = None
+    """Sequences a batch; by default as many as fit."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16: of the forward pass."""
+
+
+class Progress(Protocol):
+    """Is told how far a measurement has come."""
+
+    def start(self, label: str, total: int, unit: str) -> None: ...
+    def advance(self, done: int) -> None: ...
+    def remark(self, text: str) -> None: ...
+
+
+@dataclass
+class Silent:
+    """No progress; remarks are kept."""
+
+    remarks: list[str] = field(default_factory=list)
+
+    def start(self, label: str, total: int, unit: str) -> None:
+        return
+
+    def advance(self, done: int) -> None:
+        return
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
+
+
+LayerChoice = Callable[[Sequence[LayerFacts]], Sequence[int]]
+
+
+def all_layers(layers: Sequence[LayerFacts]) -> Sequence[int]:
+    """Every layer of a model."""
+    return [layer.index for layer in layers]
+
+
+def measure(
+    ref: ModelRef, settings: Settings, *, layers: LayerChoice = all_layers, store: Store | None = None, progress: Progress | None = None
+) -> Measurement:
+    """Gram matrices of both circuits of a model, for the layers that `layers` chooses from those with attention.
+
+    ref.path: a checkpoint, or a measurement file. What the store has is not measured again; what is measured goes there.
+    Raises HeadrankError where the model cannot be read, a layer does not exist, or the tokens do not fit the model.
+    """
+    progress = progress or Silent()
+    path = Path(ref.path)
+    if path.is_file() and is_measurement(path):
+        return _stored(read_measurement(path), settings, layers, ref)
+
+    from headrank.architectures import describe
+    from headrank.checkpoints import open_checkpoint
+
+    checkpoint = open_checkpoint(ref.path)
+    architecture = describe(checkpoint)
+    facts = [
+        LayerFacts(index=layer.index, n_head=layer.n_head, n_kv_head=layer.n_kv_head, group=layer.group, window=layer.window) for layer in architecture.layers
+    ]
+    chosen = resolve_layers(list(layers(facts)), facts, label=ref.label)
+    model = ModelFacts(
+        checkpoint=ref.path,
+        fingerprint=checkpoint.fingerprint(),
+        family=architecture.family,
+        kind=architecture.kind,
+        n_layer=architecture.n_layer,
+        n_head=architecture.n_head,
+        n_kv_head=architecture.n_kv_head,
+        d_model=architecture.d_model,
+        d_head=architecture.d_head,
+        n_parameters=architecture.n_parameters,
+        kv_values_per_token=architecture.kv_values_per_token,
+        trained=_trained(checkpoint.path),
+    )
+    work = _WeightsWork(checkpoint, architecture, settings) if settings.source == "weights" else _ActivationsWork(checkpoint, architecture, settings)
+    key = Store.key(checkpoint=checkpoint.identity(), source=settings.source, **work.settings)
+    known = store.find(key) if store else None
+    have = {layer.key for layer in known.layers} if known else set()
+    missing = [layer for layer in chosen if layer.key not in have]
+    if missing or known is None:
+        grams, faults = work.run(missing, ref.label, progress)
+        fresh = Measurement(
+            model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=tuple(missing), grams=grams, faults=faults
+        )
+        known = fresh.joined(known) if known else fresh
+        if store and (why_not := store.keep(key, known)):
+            progress.remark(why_not)
+    return replace(known, model=model, layers=tuple(chosen))
+
+
+def _stored(measurement: Measurement, settings: Settings, layers: LayerChoice, ref: ModelRef) -> Measurement:
+    if measurement.source != settings.source:
+        raise HeadrankError(f"{ref.path}: measured from {measurement.source}; give --source {measurement.source}")
+    return replace(measurement, layers=tuple(resolve_layers(list(layers(measurement.layers)), measurement.layers, label=ref.label)))
+
+
+def _trained(path: Path) -> dict[str, Any]:
+    """What a training.json beside the weights says of the training, if there is one."""
+    try:
+        record = json.loads((path / "training.json").read_text(encoding="utf-8"))
+        curve = record["loss_curve"]
+        return {"tokens_seen": int(record["tokens_seen"]), "validation_loss": float(curve[-1]["validation_loss"])}
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return {}
+
+
+class _WeightsWork:
+    """Gram matrices from the weights alone."""
+
+    def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
+        self.checkpoint, self.architecture = checkpoint, architecture
+        self.settings: dict[str, Any] = {"raw": settings.raw}
+        if architecture.kind == "mla":
+            self.settings["mla_part"] = settings.mla_part
+        self.tokens = None
+
+    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        from headrank.factors import head_factors
+        from headrank.gram import factored_gram
+
+        places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
+        grams, faults = {}, {}
+        progress.start(label, len(layers), "layers")
+        for done, layer in enumerate(layers, 1):
+            for circuit in CIRCUITS:
+                try:
+                    factors = head_factors(self.checkpoint, self.architecture, places[layer.group, layer.index], circuit, **self.settings)
+                except NotFiniteError as error:
+                    faults[f"{circuit}/{layer.key}"] = str(error)
+                    continue
+                gram = factored_gram(factors.left, factors.right, factors.left_of_head, factors.right_of_head)
+                grams[f"{circuit}/{layer.key}"] = gram.cpu().numpy()[None]
+            progress.advance(done)
+        return grams, faults
+
+
+class _ActivationsWork:
+    """Gram matrices from what the heads compute on tokens."""
+
+    def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
+        import torch
+
+        from headrank.tokens import cut_sequences
+
+        self.checkpoint, self.architecture, self.asked = checkpoint, architecture, settings
+        self.device = torch.device(_device(settings.device))
+        self.dtype = getattr(torch, settings.dtype if settings.dtype != "auto" else ("bfloat16" if self.device.type == "cuda" else "float32"))
+        context = architecture.context
+        seq_len = settings.seq_len or min(context or 512, 512)
+        if context and seq_len > context:
+            raise HeadrankError(f"{checkpoint.path}: --seq-len {seq_len} is more than the {context} tokens that the model was trained on")
+        if settings.skip_first >= seq_len - 1:
+            raise HeadrankError(f"--skip-first {settings.skip_first} leaves no pair of tokens in sequences of {seq_len}")
+        self.sequences = cut_sequences(_stream(checkpoint, architecture, settings), seq_len=seq_len, n_sequences=settings.n_sequences, seed=settings.seed)
+        N, T = self.sequences.ids.shape
+        self.tokens = {
+            "source": self.sequences.source,
+            "sha256": self.sequences.sha256,
+            "n_sequences": N,
+            "seq_len": T,
+            "n_tokens": self.sequences.n_tokens,
+            "seed": settings.seed,
+        }
+        self.settings = {
+            "center": settings.center,
+            "skip_first": settings.skip_first,
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tokens": self.sequences.sha256,
+        }
+
+    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        from headrank.forward import load_runner, pass_over
+
+        runner = load_runner(self.checkpoint, self.architecture, device=self.device, dtype=self.dtype)
+        N = len(self.sequences.ids)
+        progress.start(label, N, "sequences")
+        grams = pass_over(
+            runner,
+            self.sequences,
+            layers,
+            CIRCUITS,
+            device=self.device,
+            batch_size=self.asked.batch_size,
+            center=self.asked.center,
+            skip_first=self.asked.skip_first,
+            n_groups=min(N, MAX_GROUPS),
+            on_batch=lambda done, total: progress.advance(done),
+            remark=progress.remark,
+        )
+        faults = {}
+        for name, gram in grams.items():
+            if not np.isfinite(gram).all():
+                circuit, _, layer = name.partition("/")
+                heads = sorted(set(np.argwhere(~np.isfinite(gram.sum(0).diagonal())).ravel().tolist()))
+                what = "attention scores" if circuit == "qk" else "head outputs"
+                faults[name] = f"layer {layer}: {what} of head {', '.join(map(str, heads))} are not finite in {self.settings['dtype']}"
+        return {name: gram for name, gram in grams.items() if name not in faults}, faults
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise HeadrankError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise HeadrankError("--device mps: PyTorch finds no Metal device here; use --device cpu")
+    return name
+
+
+def _stream(checkpoint: Any, architecture: Any, settings: Settings) -> Any:
+    """The tokens to feed: as asked for, else the bundled text through the model's tokenizer or as bytes."""
+    from headrank.tokens import BYTE_VOCABULARY, calibration_text, read_token_files
+
+    vocab_size = architecture.vocab_size or math.inf
+    tokenizer = checkpoint.path / "tokenizer.json"
+    if not settings.tokens and not settings.text and vocab_size != BYTE_VOCABULARY and not tokenizer.is_file():
+        raise HeadrankError(
+            f"{checkpoint.path}: no tokenizer.json, so no text can be fed to its {architecture.vocab_size} token ids\n"
+            "Give token ids with --tokens FILE (.npy or .bin), or measure the weights with --source weights"
+        )
+    text = settings.text or (() if settings.tokens else (calibration_text(),))
+    return read_token_files(text=text, tokens=settings.tokens, tokenizer=tokenizer if tokenizer.is_file() else None, vocab_size=architecture.vocab_size)
