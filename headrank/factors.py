@@ -1,0 +1,245 @@
+"""Checkpoint and architecture to per-head factors L and R of M_h = L_h R_h^T, one layer and circuit at a time.
+
+What a head computes includes the gains and biases around its matrices, and a gain can move between a norm and a matrix
+without changing the model, so they are folded in:
+
+- the norm before the block: rows of the factor times its gain; a LayerNorm's centring too, I - 11^T/d; its bias goes through the
+  matrix and joins the matrix's own;
+- QK norm: columns of the factor times its gain;
+- a bias of queries or values: one more row of L, for an input that is always 1. A bias of keys adds the same amount to all keys
+  of a query, cancels in the softmax, and is left out.
+
+An RMS norm is folded up to one positive factor a token: the factors are the head's map on inputs of unit RMS.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrank.architectures import Architecture, AttentionLayer, Chain, Norm, Projection, Slice
+from headrank.checkpoints import Checkpoint
+from headrank.errors import HeadrankError, NotFiniteError
+
+CIRCUITS = ("qk", "ov")
+MLA_PARTS = ("both", "nope", "rope")
+SAFE = 1e15  # products of sizes within 1/SAFE…SAFE neither overflow nor vanish in float32
+
+
+@dataclass(frozen=True)
+class HeadFactors:
+    """Head h is left[left_of_head[h]] @ right[right_of_head[h]].T. Factors that heads share stand once."""
+
+    left: Tensor
+    """[n_left, n, k]: float32, or float64 where the file stores that or the numbers leave float32's range."""
+    right: Tensor
+    """[n_right, m, k]"""
+    left_of_head: tuple[int, ...]
+    right_of_head: tuple[int, ...]
+
+
+def head_factors(
+    checkpoint: Checkpoint, architecture: Architecture, layer: AttentionLayer, circuit: str, *, raw: bool = False, mla_part: str = "both"
+) -> HeadFactors:
+    """Factors of all heads of one layer; only the tensors that they need are read.
+
+    circuit "qk": left = W_Q [H, d (+ 1), D], right = W_K [G, d, D]. "ov": left = W_V [G, d (+ 1), D_v], right = W_O^T [H, d, D_v].
+    The one more row of left is the bias. raw takes the matrices as they lie in the file, without gains and biases.
+    mla_part takes the part of MLA's queries and keys without position, the rotary part, or both side by side.
+    Raises NotFiniteError naming the layer, the tensor and the head that hold NaN or infinity.
+    """
+    if circuit not in CIRCUITS:
+        raise HeadrankError(f"circuit {circuit!r} is not known; known: {', '.join(CIRCUITS)}")
+    if mla_part not in MLA_PARTS:
+        raise HeadrankError(f"MLA part {mla_part!r} is not known; known: {', '.join(MLA_PARTS)}")
+    reader = _Reader(checkpoint, layer)
+    if circuit == "qk":
+        left = _factor(reader, layer.q, raw=raw, with_bias=True, only=_chosen(layer, mla_part))
+        right = _factor(reader, layer.k, raw=raw, with_bias=False, only=_chosen(layer, mla_part))
+    else:
+        left = _factor(reader, layer.v, raw=raw, with_bias=True)
+        right = _factor(reader, layer.o, raw=raw, with_bias=False)
+    return HeadFactors(left, right, _shared(layer.n_head, len(left)), _shared(layer.n_head, len(right)))
+
+
+def _chosen(layer: AttentionLayer, mla_part: str) -> tuple[str, ...] | None:
+    if mla_part == "both":
+        return None
+    if not layer.q.sizes.get("rope"):
+        raise HeadrankError(f"layer {layer.index} has no separate rotary part, so there is no {mla_part!r} to choose; leave the MLA part at 'both'")
+    return (mla_part,)
+
+
+def _shared(n_head: int, n: int) -> tuple[int, ...]:
+    """Which of n factors each head reads: consecutive heads share."""
+    return tuple(h // (n_head // n) for h in range(n_head))
+
+
+class _Reader:
+    """Tensors of one layer, each read once and checked."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer) -> None:
+        self.checkpoint, self.layer = checkpoint, layer
+        self.tensors: dict[str, Tensor] = {}
+
+    def whole(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            tensor = self.checkpoint.read(name)
+            if not tensor.is_floating_point():
+                info = self.checkpoint.tensors[name]
+                raise HeadrankError(f"{info.file}: {name} holds {info.dtype}, quantised numbers whose scales are not applied; take a checkpoint without them")
+            self.tensors[name] = tensor
+        return self.tensors[name]
+
+    def heads(self, weight: Slice) -> Tensor:
+        """[n, size, in] in the stored type."""
+        tensor = self.whole(weight.tensor)
+        return self.finite(_take(tensor.T if weight.transposed else tensor, weight), weight.tensor)
+
+    def vector(self, name: str, weight: Slice) -> Tensor:
+        """A bias cut as its matrix is, [n, size]."""
+        return self.finite(_take(self.whole(name), weight), name)
+
+    def flat(self, names: tuple[str, ...]) -> Tensor:
+        """Gains or biases that stand in one tensor, or in a tensor a head, one after the other."""
+        return torch.cat([self.finite(self.whole(name).flatten(), name) for name in names])
+
+    def finite(self, tensor: Tensor, name: str) -> Tensor:
+        if not tensor.numel():
+            return tensor
+        low, high = _range(tensor)
+        if abs(low) < float("inf") and abs(high) < float("inf"):  # false for NaN too
+            return tensor
+        bad = ~torch.isfinite(tensor.float()).flatten(1).all(1) if tensor.dim() > 1 else None
+        head = "" if bad is None or len(bad) == 1 else f" of {'head' if len(bad) == self.layer.n_head else 'key-value head'} {int(bad.int().argmax())}"
+        group = f"{self.layer.group} " if self.layer.group else ""
+        raise NotFiniteError(f"{group}layer {self.layer.index}: {name}{head} holds NaN or infinity ({self.checkpoint.tensors[name].file.name})")
+
+
+def _range(tensor: Tensor) -> tuple[float, float]:
+    low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+    return float(low), float(high)
+
+
+def _take(tensor: Tensor, weight: Slice) -> Tensor:
+    """Rows of each head: [rows, …] -> [n, size, …]; a view where they lie one after the other."""
+    first, n, size = weight.starts[0], len(weight.starts), weight.size
+    if weight.starts == tuple(range(first, first + n * size, size)) or not size:
+        return tensor[first : first + n * size].unflatten(0, (n, size))
+    rows = torch.tensor(weight.starts).unsqueeze(1) + torch.arange(size)
+    return tensor[rows]
+
+
+def _factor(reader: _Reader, projection: Projection, *, raw: bool, with_bias: bool, only: tuple[str, ...] | None = None) -> Tensor:
+    """[n, in (+ 1), size] in float32, or float64 where float32 cannot hold it."""
+    wide = _size_of(reader, projection, raw)
+    dtype = torch.float32 if wide is None else torch.float64
+    matrix, row = _evaluate(reader, projection, dtype, raw=raw, only=only)
+    if row is not None and with_bias:
+        matrix = torch.cat((matrix, row.unsqueeze(1)), 1)
+    if wide == "range":
+        size = float(matrix.abs().max())
+        if 1 / SAFE < size < SAFE:
+            matrix = matrix.float()
+    return matrix.contiguous()
+
+
+def _size_of(reader: _Reader, projection: Projection, raw: bool) -> str | None:
+    """Why float64 is needed: the file stores it ("stored"), or the product of the sizes may leave float32's range ("range")."""
+    names = {step.weight.tensor for chains in projection.parts.values() for chain in chains for step in chain}
+    norms = [step.norm for chains in projection.parts.values() for chain in chains for step in chain if step.norm] + [projection.head_norm]
+    if not raw:
+        names |= {name for norm in norms if norm is not None for name in norm.gain}
+    tensors = [reader.whole(name) for name in names]
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        return "stored"
+    size = 1.0
+    for tensor in tensors:
+        if tensor.numel():
+            low, high = _range(tensor)
+            size *= max(abs(low), abs(high)) or 1.0
+    return None if 1 / SAFE < size < SAFE else "range"
+
+
+def _evaluate(reader: _Reader, projection: Projection, dtype: torch.dtype, *, raw: bool, only: tuple[str, ...] | None) -> tuple[Tensor, Tensor | None]:
+    """Matrix [n, in, size] and bias row [n, size] or None."""
+    matrices, rows = [], []
+    has_bias = False
+    for part in only or projection.parts:
+        matrix, row = _sum([_chain(reader, chain, dtype, raw=raw) for chain in projection.parts[part]])
+        has_bias = has_bias or row is not None
+        matrices.append(matrix.transpose(-1, -2).expand(projection.n, -1, -1))
+        rows.append((matrix.new_zeros(matrix.shape[:2]) if row is None else row).expand(projection.n, -1))
+    matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices, 2)
+    row = torch.cat(rows, 1) if has_bias else None
+    if projection.head_norm is None or raw:
+        return matrix, row
+    return _fold_head_norm(reader, matrix, row, projection, only)
+
+
+def _sum(terms: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    matrix, row = terms[0]
+    for other, other_row in terms[1:]:
+        matrix = matrix + other
+        row = other_row if row is None else row if other_row is None else row + other_row
+    return matrix, row
+
+
+def _chain(reader: _Reader, chain: Chain, dtype: torch.dtype, *, raw: bool) -> tuple[Tensor, Tensor | None]:
+    """Product of a chain's matrices, [n or 1, size, in], and what it makes of its biases, [n or 1, size]."""
+    matrix = row = None
+    for step in chain:
+        weight = reader.heads(step.weight).to(dtype)  # [n, size, in]
+        bias = None
+        if not raw:
+            weight, bias = _fold_norm(reader, weight, step.norm)
+            if step.bias is not None:
+                own = reader.vector(step.bias, step.weight).to(dtype)
+                bias = own if bias is None else bias + own
+        if matrix is None:
+            matrix, row = weight, bias
+            continue
+        matrix = weight @ matrix
+        through = None if row is None else (weight @ row.unsqueeze(-1)).squeeze(-1)
+        row = through if bias is None else bias if through is None else through + bias
+    assert matrix is not None
+    return matrix, row
+
+
+def _fold_norm(reader: _Reader, weight: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+    """W diag(g) C and W b of y = W (g * C x / size + b): C takes the mean away where the norm is a LayerNorm."""
+    if norm is None:
+        return weight, None
+    bias = None if not norm.bias else weight @ reader.flat(norm.bias).to(weight.dtype)
+    if norm.gain:
+        gain = reader.flat(norm.gain).to(weight.dtype)
+        weight = weight * (gain + 1 if norm.plus_one else gain)
+    if norm.centred:
+        weight = weight - weight.mean(-1, keepdim=True)
+    return weight, bias
+
+
+def _fold_head_norm(reader: _Reader, matrix: Tensor, row: Tensor | None, projection: Projection, only: tuple[str, ...] | None) -> tuple[Tensor, Tensor | None]:
+    """Columns of [n, in, size] through QK norm; its bias joins the row."""
+    norm = projection.head_norm
+    assert norm is not None
+    if norm.centred:
+        matrix = matrix - matrix.mean(-1, keepdim=True)
+        row = None if row is None else row - row.mean(-1, keepdim=True)
+    if norm.gain:
+        gain = _per_head(reader, norm.gain, projection, only).to(matrix.dtype) + (1 if norm.plus_one else 0)
+        matrix = matrix * gain.unsqueeze(1)
+        row = None if row is None else row * gain
+    if norm.bias:
+        bias = _per_head(reader, norm.bias, projection, only).to(matrix.dtype).expand(projection.n, -1)
+        row = bias if row is None else row + bias
+    return matrix, row
+
+
+def _per_head(reader: _Reader, names: tuple[str, ...], projection: Projection, only: tuple[str, ...] | None) -> Tensor:
+    """A gain or bias as [n or 1, size]; of the chosen parts alone."""
+    values = reader.flat(names).view(-1, projection.size)
+    if only is None:
+        return values
+    pieces = dict(zip(projection.sizes, values.split(list(projection.sizes.values()), 1), strict=True))
+    return torch.cat([pieces[part] for part in only], 1)
