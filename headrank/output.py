@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -57,12 +58,20 @@ def figure_bytes(figure: "Figure", suffix: str) -> bytes:
     """A figure as a png (200 dots an inch), pdf or svg file: equal figures give equal bytes. Raises HeadrankError for another format."""
     if suffix not in METADATA:
         raise HeadrankError(f"no figure format {suffix!r}; there are {', '.join(METADATA)}")
-    from matplotlib import rc_context
+    from matplotlib import style
 
     buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": "headrank"}):
+    with style.context(["default", {"svg.hashsalt": "headrank"}]), without_glyph_warnings():  # whatever a user's matplotlibrc says
         figure.savefig(buffer, format=suffix, dpi=DPI, metadata=METADATA[suffix])
     return buffer.getvalue()
+
+
+@contextmanager
+def without_glyph_warnings() -> Iterator[None]:
+    """A label in a script that the font lacks is drawn as boxes, which one sees; matplotlib warns of each letter as well."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        yield
 
 
 class OutputFolder:
