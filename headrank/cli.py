@@ -112,7 +112,7 @@ def effrank(options: Shared) -> None:
 
 
 def _report(command: str, options: Shared) -> None:
-    from headrank.report import run
+    from headrank.commands import run
 
     with _exit_codes():
         run(command, options)

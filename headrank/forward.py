@@ -35,6 +35,11 @@ class Recorder:
         """groups: [B], the group of each sequence; keep: [B, T], False for tokens that do not count."""
         self._groups, self._keep = groups, keep
 
+    def move_tokens(self, order: Tensor) -> None:
+        """The batch is fed with its tokens in another order: token t of sequence b is the one that begin_batch knew as order[b, t]. [B, T]."""
+        if self._keep is not None:
+            self._keep = self._keep.gather(1, order)
+
     def wants(self, key: str, circuit: str) -> bool:
         """Whether a layer's scores (qk) or outputs (ov) are to be counted."""
         return key in self.layers and circuit in self.circuits
@@ -44,6 +49,12 @@ class Recorder:
         if key not in self._scores:
             self._scores[key] = ScoreGram(q.shape[1], self.n_groups, q.device)
         self._scores[key].add(q, k, scaling=scaling, groups=self._groups, keep=self._keep, **settings)
+
+    def ready_scores(self, key: str, scores: Tensor, *, mask: Tensor | None) -> None:
+        """Counts one batch of a layer's scores that the model computed itself: [B, H, T, S], see ScoreGram.add_scores."""
+        if key not in self._scores:
+            self._scores[key] = ScoreGram(scores.shape[1], self.n_groups, scores.device)
+        self._scores[key].add_scores(scores, groups=self._groups, keep=self._keep, mask=mask)
 
     def outputs(self, key: str, z: Tensor, W_O: Callable[[], Tensor]) -> None:
         """Counts one batch of what a layer's heads hand to the output projection. z: [B, T, H, D_v]; W_O() is [H, D_v, d_model]."""
@@ -82,11 +93,11 @@ class DecoderRunner:
 
 def load_runner(checkpoint: Checkpoint, architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> Runner:
     """The model of a checkpoint, ready to run: our own decoder, or one of transformers'."""
-    if architecture.family == MODEL_TYPE:
+    if checkpoint.config.get("model_type") == MODEL_TYPE:
         return DecoderRunner(checkpoint, device=device, dtype=dtype)
     from headrank.huggingface import TransformersRunner
 
-    return TransformersRunner(checkpoint.path, device=device, dtype=dtype)
+    return TransformersRunner.load(checkpoint.path, device=device, dtype=dtype)
 
 
 class _DecoderProbe:

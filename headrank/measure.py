@@ -123,9 +123,7 @@ def measure(
     missing = [layer for layer in chosen if layer.key not in have]
     if missing or known is None:
         grams, faults = work.run(missing, ref.label, progress)
-        fresh = Measurement(
-            model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=tuple(missing), grams=grams, faults=faults
-        )
+        fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=tuple(missing), grams=grams, faults=faults)
         known = fresh.joined(known) if known else fresh
         if store and (why_not := store.keep(key, known)):
             progress.remark(why_not)
