@@ -3,6 +3,8 @@
 Nothing here grows with the number of tokens: sequences belong to S groups, and a group keeps its [H, H] sums.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -45,24 +47,32 @@ class ScoreGram:
         B, H, T, _ = q.shape
         G, S = k.shape[1:3]
         triangular = causal and mask is None
-        budget = CUDA_BLOCK_BYTES if q.is_cuda else CPU_BLOCK_BYTES
-        sequences = max(1, min(B, budget // (4 * H * T * S)))
-        rows = max(1, min(T, budget // (4 * H * S * sequences)))
         q = q.unflatten(1, (G, H // G))  # [B, G, H / G, T, D]
-        for b in range(0, B, sequences):
-            batch = slice(b, b + sequences)
-            keys = k[batch].transpose(2, 3)
-            for t in range(0, T, rows):
-                stop = min(t + rows, T)
-                seen = stop if triangular else S  # keys after the rows need no score at all
-                allowed = _allowed(mask, keep, batch, t, stop, seen, triangular, q.device)
-                scores = self._scores(q[batch, :, :, t:stop], keys[..., :seen], scaling)
-                if softcap is not None:
-                    scores.div_(softcap).tanh_().mul_(softcap)
-                if bias is not None:
-                    scores.add_(bias[batch if len(bias) > 1 else slice(None), :, t:stop, :seen])
-                _center_rows(scores, allowed)
-                self.sums.index_add_(0, groups[batch], _row_products(scores.flatten(2)))
+        keys = k.transpose(2, 3)
+        for batch, t, stop in _blocks(B, H, T, S, q.device):
+            seen = stop if triangular else S  # keys after the rows need no score at all
+            allowed = _allowed(mask, keep, batch, t, stop, seen, triangular, q.device)
+            scores = self._scores(q[batch, :, :, t:stop], keys[batch, ..., :seen], scaling)
+            if softcap is not None:
+                scores.div_(softcap).tanh_().mul_(softcap)
+            if bias is not None:
+                scores.add_(bias[batch if len(bias) > 1 else slice(None), :, t:stop, :seen])
+            self._count(scores, allowed, groups[batch])
+
+    def add_scores(self, scores: Tensor, *, groups: Tensor, keep: Tensor | None = None, mask: Tensor | None = None) -> None:
+        """Adds one batch of scores that something else computed. scores: [B, H, T, S], as they enter the softmax; they are left as they are.
+
+        groups, keep and mask are those of add; every pair of tokens counts where neither says otherwise.
+        """
+        B, H, T, S = scores.shape
+        for batch, t, stop in _blocks(B, H, T, S, scores.device):
+            allowed = _allowed(mask, keep, batch, t, stop, S, False, scores.device)
+            self._count(scores[batch, :, t:stop].to(torch.float32, copy=True), allowed, groups[batch])
+
+    def _count(self, scores: Tensor, allowed: Tensor | None, groups: Tensor) -> None:
+        """scores: [b, H, C, S], overwritten."""
+        _center_rows(scores, allowed)
+        self.sums.index_add_(0, groups, _row_products(scores.flatten(2)))
 
     def _scores(self, q: Tensor, keys: Tensor, scaling: float) -> Tensor:
         """q: [b, G, R, C, D], keys: [b, G, D, S]. Returns [b, H, C, S] float32 in memory that the next block takes again."""
@@ -142,6 +152,16 @@ class OutputGram:
         cross = torch.einsum("sia,iaj->sij", self.firsts.view(-1, self.H, self.D), toward)
         square = torch.einsum("ia,iaj->ij", mean, toward)
         return self.sums - cross - cross.transpose(1, 2) + self.counts[:, None, None] * square
+
+
+def _blocks(B: int, H: int, T: int, S: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
+    """Sequences, first row and end of rows of blocks of scores that fit the fast memory."""
+    budget = CUDA_BLOCK_BYTES if device.type == "cuda" else CPU_BLOCK_BYTES
+    sequences = max(1, min(B, budget // (4 * H * T * S)))
+    rows = max(1, min(T, budget // (4 * H * S * sequences)))
+    for b in range(0, B, sequences):
+        for t in range(0, T, rows):
+            yield slice(b, b + sequences), t, min(t + rows, T)
 
 
 def _allowed(mask: Tensor | None, keep: Tensor | None, batch: slice, start: int, stop: int, seen: int, triangular: bool, device: torch.device) -> Tensor | None:

@@ -1,0 +1,608 @@
+"""Activations of any transformers model, through its registry of attention functions.
+
+Scores are counted from the queries and keys that the attention function is handed, after rotary embedding and QK norm, with the mask,
+scale, softcap and biases of that very call. Outputs are counted where the output projection gets them. Models that bypass the registry
+are watched at their softmax instead.
+"""
+
+import contextlib
+import inspect
+import io
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from headrank.errors import HeadrankError
+from headrank.forward import Recorder
+from headrank.store import LayerFacts
+from headrank.tokens import load_tokenizer
+
+NAME = "headrank"  # in the registry; no part of it may be the name of one of the library's own functions
+PROBE_TOKENS = 8
+PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "Wo", "out_lin", "o")  # attributes that hold an output projection
+HARMLESS = {  # keywords of attention functions that change no number here: the mask holds them, or other kernels alone read them
+    "sliding_window",
+    "indices",
+    "position_ids",
+    "cache_position",
+    "layer_idx",
+    "deterministic",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
+SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+
+_watch: ContextVar["_Watch | None"] = ContextVar("watch", default=None)
+
+
+class TransformersRunner:
+    """A transformers model, ready to be run over batches: headrank.forward.Runner."""
+
+    def __init__(self, model: Any, *, name: str = "") -> None:
+        """model: a transformers model, loaded with an implementation of attention of the library's own. name: for messages."""
+        self.model = model.base_model.eval()
+        self.name = name or type(model).__name__
+        self.paths = {module: path for path, module in self.model.named_modules()}
+        self.bypasses = not _switch(self.model)
+        self.places: dict[tuple[str, int], LayerFacts] = {}
+
+    @classmethod
+    def load(cls, path: Path, *, device: torch.device, dtype: torch.dtype, gguf_file: str | None = None) -> "TransformersRunner":
+        """Loads a folder, or a GGUF file. Raises HeadrankError where transformers is missing or cannot load it whole."""
+        return cls(load_model(path, dtype=dtype, gguf_file=gguf_file).to(device), name=str(path))
+
+    @property
+    def layers(self) -> tuple[LayerFacts, ...]:
+        """The layers with attention, in the order in which they are called; a short pass finds them where none has been made."""
+        if not self.places:
+            self._look(self._inputs(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=self.model.device), None))
+        return tuple(self.places.values())
+
+    def run(self, ids: Tensor, valid: Tensor | None, recorder: Recorder, *, last_layer: int) -> None:
+        """One pass over ids [B, T]; valid: [B, T], False where padding, on whichever side. It ends where the recorder wants nothing more.
+
+        An encoder-decoder gets the text on both sides, the decoder's shifted by its start token, as in training.
+        Raises HeadrankError where the model does not read tokens, or its attention cannot be watched.
+        """
+        if valid is not None:  # every model counts positions rightly where padding comes last; not all do where it comes first
+            order = valid.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+            ids, valid = ids.gather(1, order), valid.gather(1, order)
+            recorder.move_tokens(order)
+        if not self.places:
+            self._look(self._inputs(ids[:1, :PROBE_TOKENS], None))
+        self._forward(self._inputs(ids, valid), _Recording(self, recorder))
+
+    def feed(self, inputs: Mapping[str, Tensor], recorder: Recorder) -> None:
+        """One pass over inputs by name, unpadded: for models that read pictures or sound."""
+        if not self.places:
+            self._look({name: tensor[:1] for name, tensor in inputs.items()})
+        self._forward(inputs, _Recording(self, recorder))
+
+    def projection(self, path: str) -> nn.Module:
+        """The output projection of an attention module."""
+        module = self.model.get_submodule(path)
+        parent = self.model.get_submodule(path.rpartition(".")[0])
+        beside = getattr(getattr(parent, "output", None), "dense", None)  # BERT and its kin
+        homes = [module, parent] if "Attention" in type(parent).__name__ else [module]
+        found = [getattr(home, name, None) for home in homes for name in PROJECTIONS]
+        for candidate in [*found[: len(PROJECTIONS)], beside, *found[len(PROJECTIONS) :]]:
+            if isinstance(candidate, nn.Module) and getattr(candidate, "weight", None) is not None and candidate.weight.ndim == 2:
+                return candidate
+        raise self.refusal(f"{path} has no output projection called {', '.join(PROJECTIONS)} or output.dense")
+
+    def refusal(self, why: str) -> HeadrankError:
+        """An error that names the architecture and the way out."""
+        return HeadrankError(f"{self.name}: activations of {type(self.model).__name__} cannot be measured: {why}; use --source weights")
+
+    def _inputs(self, ids: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        if self.model.main_input_name != "input_ids":
+            raise self.refusal(f"it reads {self.model.main_input_name}, not tokens")
+        config = self.model.config
+        pad = getattr(config.get_text_config(), "pad_token_id", None)
+        inputs = {"input_ids": ids}
+        if valid is not None:  # RoBERTa and its kin find padding by its id
+            inputs = {"input_ids": ids.masked_fill(~valid, pad if isinstance(pad, int) and pad >= 0 else 0), "attention_mask": valid.long()}
+        if config.is_encoder_decoder:
+            start = getattr(config, "decoder_start_token_id", None)
+            first = ids.new_full((len(ids), 1), start if isinstance(start, int) else pad or 0)
+            inputs["decoder_input_ids"] = torch.cat([first, inputs["input_ids"][:, :-1]], 1)
+            if valid is not None:
+                inputs["decoder_attention_mask"] = inputs["attention_mask"]
+        return inputs
+
+    def _look(self, inputs: Mapping[str, Tensor]) -> None:
+        """Finds which attention modules are called, in which order, and checks that their projections are matrices."""
+        probe = _Probe(self)
+        self._forward(inputs, probe)
+        self.places = _places(probe.calls, self)
+
+    @torch.no_grad()
+    def _forward(self, inputs: Mapping[str, Tensor], watch: "_Watch") -> None:
+        takes = inspect.signature(self.model.forward).parameters
+        no_cache = {"use_cache": False} if "use_cache" in takes else {}
+        token = _watch.set(watch)
+        with contextlib.ExitStack() as stack:
+            stack.callback(_watch.reset, token)
+            stack.callback(watch.close)
+            stack.enter_context(_quiet())
+            if self.bypasses:
+                for module in self.paths:
+                    if _is_innermost_attention(module):
+                        watch.hooks.append(module.register_forward_pre_hook(lambda module, args: watch.inside.append(module)))
+                        watch.hooks.append(module.register_forward_hook(lambda module, args, output: watch.leave()))
+                stack.enter_context(_SoftmaxInputs(watch))
+            with contextlib.suppress(_SeenEnough):
+                self.model(**inputs, **no_cache)
+
+
+class _SeenEnough(Exception):
+    """Ends a forward pass that has nothing more to show."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One call of an attention module within a pass."""
+
+    path: str
+    nth: int
+    n_head: int
+    n_kv_head: int
+    window: int | None
+
+
+class _Watch:
+    """Sees the attention calls of one forward pass."""
+
+    def __init__(self, runner: TransformersRunner) -> None:
+        self.runner = runner
+        self.times: Counter[str] = Counter()
+        self.inside: list[nn.Module] = []  # attention modules that are running, where the registry is bypassed
+        self.hooks: list[Any] = []
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def leave(self) -> None:
+        """The innermost attention module has ended."""
+        self.inside.pop()
+
+    def called(self, module: nn.Module, *, n_head: int, n_kv_head: int, window: int | None) -> tuple[str, int]:
+        """Counts a call. Returns the module's path and which of its calls in this pass it is."""
+        path = self.runner.paths[module]
+        self.times[path] += 1
+        return path, self.times[path] - 1
+
+    def scores(self, call: tuple[str, int], query: Tensor, key: Tensor, **settings: Any) -> None:
+        """A call's queries and keys, with the settings of Recorder.scores."""
+
+    def ready_scores(self, call: tuple[str, int], scores: Tensor, mask: Tensor) -> None:
+        """The scores of a call that bypasses the registry. [B, H, T, S] both."""
+
+
+class _Probe(_Watch):
+    """Lists the calls, and checks that each output projection multiplies by the matrix that it holds."""
+
+    def __init__(self, runner: TransformersRunner) -> None:
+        super().__init__(runner)
+        self.calls: list[_Call] = []
+        self.unprojected: set[str] = set()
+
+    def called(self, module: nn.Module, *, n_head: int, n_kv_head: int, window: int | None) -> tuple[str, int]:
+        path, nth = super().called(module, n_head=n_head, n_kv_head=n_kv_head, window=window)
+        self.calls.append(_Call(path=path, nth=nth, n_head=n_head, n_kv_head=n_kv_head, window=window))
+        if not nth:
+            self.unprojected.add(path)
+            self.hooks.append(self.runner.projection(path).register_forward_hook(lambda module, args, output: self._check(path, n_head, module, args[0], output)))
+        return path, nth
+
+    def _check(self, path: str, n_head: int, projection: nn.Module, z: Tensor, output: Tensor) -> None:
+        self.unprojected.discard(path)
+        W_O = output_weights(projection, n_head)
+        if z.shape[-1] != W_O.shape[0] * W_O.shape[1]:
+            raise self.runner.refusal(f"the output projection of {path} takes {z.shape[-1]} numbers, not {W_O.shape[0]} heads of {W_O.shape[1]}")
+        expected = z.float() @ W_O.flatten(0, 1).float()
+        if getattr(projection, "bias", None) is not None:
+            expected = expected + projection.bias.float()
+        apart = (output.float() - expected).norm()
+        if apart.isfinite() and apart > 0.03 * expected.norm():  # bfloat16 keeps three digits; a wrong matrix is apart by the whole
+            raise self.runner.refusal(f"the output projection of {path} does more than multiply by its weight")
+
+
+class _Recording(_Watch):
+    """Sends what is wanted to a recorder, and ends the pass when all of it is there."""
+
+    def __init__(self, runner: TransformersRunner, recorder: Recorder) -> None:
+        super().__init__(runner)
+        self.recorder = recorder
+        self.current: dict[str, LayerFacts] = {}
+        wanted = {facts.key: [c for c in ("qk", "ov") if recorder.wants(facts.key, c)] for facts in runner.places.values()}
+        self.awaited = {(circuit, key) for key, circuits in wanted.items() for circuit in circuits}
+        for path in {path for path, nth in runner.places if "ov" in wanted[runner.places[path, nth].key]}:
+            self.hooks.append(runner.projection(path).register_forward_pre_hook(self._project(path)))
+
+    def called(self, module: nn.Module, *, n_head: int, n_kv_head: int, window: int | None) -> tuple[str, int]:
+        call = super().called(module, n_head=n_head, n_kv_head=n_kv_head, window=window)
+        if call not in self.runner.places:
+            raise self.runner.refusal(f"{call[0]} is called at some times and not at others")
+        self.current[call[0]] = self.runner.places[call]
+        return call
+
+    def scores(self, call: tuple[str, int], query: Tensor, key: Tensor, **settings: Any) -> None:
+        layer = self.runner.places[call].key
+        if self.recorder.wants(layer, "qk"):
+            self.recorder.scores(layer, query, key, **settings)
+            self._seen("qk", layer)
+
+    def ready_scores(self, call: tuple[str, int], scores: Tensor, mask: Tensor) -> None:
+        layer = self.runner.places[call].key
+        if self.recorder.wants(layer, "qk"):
+            self.recorder.ready_scores(layer, scores, mask=mask)
+            self._seen("qk", layer)
+
+    def _project(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(projection: nn.Module, args: tuple[Any, ...]) -> None:
+            facts = self.current.get(path)
+            if facts is None or not self.recorder.wants(facts.key, "ov"):
+                return
+            W_O = output_weights(projection, facts.n_head)
+            z = args[0]
+            self.recorder.outputs(facts.key, z.unflatten(-1, W_O.shape[:2]), lambda: W_O)
+            self._seen("ov", facts.key)
+
+        return hook
+
+    def _seen(self, circuit: str, layer: str) -> None:
+        self.awaited.discard((circuit, layer))
+        if not self.awaited:
+            raise _SeenEnough
+
+
+def output_weights(projection: nn.Module, n_head: int) -> Tensor:
+    """[H, D_v, d_model]: the matrix of an output projection by head. A Conv1D holds it in x out, all else out x in."""
+    weight = projection.weight if type(projection).__name__ == "Conv1D" else projection.weight.T
+    return weight.detach().unflatten(0, (n_head, -1))
+
+
+def _places(calls: Sequence[_Call], runner: TransformersRunner) -> dict[tuple[str, int], LayerFacts]:
+    """Names the calls by layer: by the number in the module's path, or by their order where modules are called again."""
+    if not calls:
+        raise runner.refusal("its attention never goes through transformers' attention functions")
+    groups = [_group(call.path, runner) for call in calls]
+    places: dict[tuple[str, int], LayerFacts] = {}
+    owners: dict[str, str] = {}
+    for group in dict.fromkeys(groups):
+        own = [call for call, its in zip(calls, groups, strict=True) if its == group]
+        repeated = any(call.nth for call in own)
+        if repeated and len(own) != getattr(runner.model.config.get_text_config(), "num_hidden_layers", None):
+            raise runner.refusal(f"{own[0].path} is called again, and {len(own)} calls in all are not one a layer")
+        for order, call in enumerate(own):
+            numbers = [int(part) for part in call.path.split(".") if part.isdigit()]
+            if not repeated and not numbers:
+                raise runner.refusal(f"the path {call.path} has no number of a layer")
+            facts = LayerFacts(index=order if repeated else numbers[0], n_head=call.n_head, n_kv_head=call.n_kv_head, group=group, window=call.window)
+            if facts.key in owners:
+                raise runner.refusal(f"{owners[facts.key]} and {call.path} are both in layer {facts.key}")
+            owners[facts.key] = call.path
+            places[call.path, call.nth] = facts
+    return places
+
+
+def _group(path: str, runner: TransformersRunner) -> str:
+    if not runner.model.config.is_encoder_decoder:
+        return ""
+    parts = path.split(".")
+    if re.search(r"encoder_attn|EncDecAttention|cross", parts[-1]):
+        return "cross"
+    return next((part for part in parts if part in ("encoder", "decoder")), "")
+
+
+# The registry
+
+
+def _switch(model: Any) -> bool:
+    """Makes a model call our attention function. Returns False where its architecture bypasses the registry."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if not type(model)._can_set_attn_implementation():
+        return False
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask function of that name every mask is silently None
+    with _quiet():
+        model.set_attn_implementation(NAME)
+    return bool(model.config._attn_implementation == NAME)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: shows the call to the watch of the pass, and computes what the library's own function would.
+
+    query: [B, H, T, D]; key: [B, G, S, D]; value: [B, G, S, D_v]. Returns [B, T, H, D_v].
+    """
+    T, S = query.shape[2], key.shape[2]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = T > 1 and attention_mask is None and bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    mask, bias = _mask_and_bias(attention_mask, position_bias, T, S)
+    watch = _watch.get()
+    if watch is not None:
+        unknown = [name for name, given in others.items() if given is not None and given is not False and name not in HARMLESS]
+        if unknown:
+            raise watch.runner.refusal(f"its attention takes {', '.join(unknown)}, which headrank does not know")
+        call = watch.called(module, n_head=query.shape[1], n_kv_head=key.shape[1], window=others.get("sliding_window"))
+        watch.scores(call, query, key, scaling=scaling, causal=causal, mask=mask, bias=bias, softcap=softcap)
+    if softcap is not None or s_aux is not None:  # torch's fused function knows neither
+        return _plain_attention(query, key, value, mask, bias, scaling, causal, softcap, s_aux), None
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    fused = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return fused(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, is_causal=is_causal, position_bias=position_bias)
+
+
+def _mask_and_bias(mask: Tensor | None, bias: Tensor | None, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
+    """What is allowed (True) and what is added, [B or 1, H or 1, T, S] each, from a boolean or an additive mask and a bias."""
+    if mask is not None and mask.dtype != torch.bool:
+        additive, mask = mask, mask > torch.finfo(mask.dtype).min / 2
+        additive = additive.masked_fill(~mask, 0)
+        bias = additive if bias is None else bias + additive
+    return tuple(None if x is None else x.expand(*x.shape[:2], T, S) for x in (mask, bias))  # type: ignore[return-value]
+
+
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scaling: float,
+    causal: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with a softcap c tanh(score / c) and sinks, logits [H] that take part in the softmax alone. One sequence at a time bounds the memory."""
+    B, H, T, _ = query.shape
+    G, S = key.shape[1:3]
+    if causal:
+        mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=query.device).tril()
+    out = query.new_empty(B, T, H, value.shape[-1])
+    for b in range(B):
+        scores = (query[b].unflatten(0, (G, H // G)) @ key[b, :, None].transpose(-1, -2)).flatten(0, 1) * scaling  # [H, T, S]
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if bias is not None:
+            scores = scores + bias[b if len(bias) > 1 else 0]
+        if mask is not None:
+            scores = scores.masked_fill(~mask[b if len(mask) > 1 else 0], torch.finfo(scores.dtype).min)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype).view(H, 1, 1).expand(H, T, 1)], -1)
+        shares = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., :S]
+        out[b] = (shares.unflatten(0, (G, H // G)) @ value[b, :, None]).flatten(0, 1).transpose(0, 1)
+    return out
+
+
+# Models that bypass the registry
+
+
+class _SoftmaxInputs(TorchFunctionMode):
+    """Shows the watch what enters the softmax, or torch's fused attention, within attention modules."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.watch.inside:
+            if func in SOFTMAXES:
+                self._softmax(args[0] if args else kwargs["input"])
+            elif func is F.scaled_dot_product_attention:
+                self._fused(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _softmax(self, scores: Tensor) -> None:
+        module = self.watch.inside[-1]
+        H = _heads_of(module)
+        if H is None or scores.ndim not in (3, 4) or scores.shape[-3] % H or (scores.ndim == 4 and scores.shape[1] != H):
+            raise self.watch.runner.refusal(f"the softmax of {self.watch.runner.paths[module]} gets {list(scores.shape)}, no scores by head")
+        scores = scores if scores.ndim == 4 else scores.unflatten(0, (-1, H))
+        call = self.watch.called(module, n_head=H, n_kv_head=H, window=None)
+        lowest = torch.finfo(self.watch.runner.model.dtype).min  # masks hold it, and what is added to it does not bring it far up
+        self.watch.ready_scores(call, scores, scores > lowest / 2)
+
+    def _fused(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **rest: Any
+    ) -> None:
+        scale = rest.get("scale")
+        call = self.watch.called(self.watch.inside[-1], n_head=query.shape[1], n_kv_head=key.shape[1], window=None)
+        mask, bias = _mask_and_bias(attn_mask, None, query.shape[2], key.shape[2])
+        self.watch.scores(call, query, key, scaling=query.shape[-1] ** -0.5 if scale is None else scale, causal=is_causal, mask=mask, bias=bias)
+
+
+def _is_innermost_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention, and holds none."""
+    inner = [other for other in module.modules() if other is not module and "Attention" in type(other).__name__]
+    return "Attention" in type(module).__name__ and not inner
+
+
+def _heads_of(module: nn.Module) -> int | None:
+    return next((getattr(module, name) for name in ("num_heads", "num_attention_heads", "n_heads") if isinstance(getattr(module, name, None), int)), None)
+
+
+# Loading
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedTexts:
+    """Texts as token ids."""
+
+    ids: tuple[NDArray[np.int32], ...]
+    """An array a text, without special tokens: none stands in the middle when the ids are cut into sequences."""
+    before: tuple[int, ...]
+    """Special tokens that the tokenizer puts before a sequence."""
+    after: tuple[int, ...]
+    """Special tokens that it puts after one."""
+
+
+def load_tokenizer_ids(path: Path, texts: Sequence[str], *, gguf_file: str | None = None) -> TokenizedTexts:
+    """Texts through the tokenizer of a checkpoint: its tokenizer.json, or what transformers makes of the folder or GGUF file.
+
+    Raises HeadrankError where there is none.
+    """
+    folder, gguf_file = _folder_and_gguf(path, gguf_file)
+    if gguf_file is None and (folder / "tokenizer.json").is_file():
+        fast = load_tokenizer(folder / "tokenizer.json")
+
+        def encode(text: str, special: bool) -> list[int]:
+            return fast.encode(text, add_special_tokens=special).ids
+    else:
+        transformers = _transformers()
+        options = {"gguf_file": gguf_file} if gguf_file else {}
+        with _quiet():
+            try:
+                slow = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+            except Exception as error:  # of many classes
+                raise HeadrankError(f"{path}: has no tokenizer that transformers can read ({_first_line(error)}); give token ids with --tokens") from error
+        if len(slow) < 2 + len(slow.all_special_ids):  # where files are missing the library makes up an empty one
+            raise HeadrankError(f"{path}: has no tokenizer; give --tokenizer, or token ids with --tokens")
+
+        def encode(text: str, special: bool) -> list[int]:
+            with _quiet():
+                return slow(text, add_special_tokens=special)["input_ids"]
+
+    plain, framed = encode("a", False), encode("a", True)
+    start = next((i for i in range(len(framed)) if framed[i : i + len(plain)] == plain), 0) if plain else 0
+    ids = tuple(np.asarray(encode(text, False), dtype=np.int32) for text in texts)
+    return TokenizedTexts(ids=ids, before=tuple(framed[:start]), after=tuple(framed[start + len(plain) :]))
+
+
+def load_model(path: Path, *, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
+    """A transformers model from a local folder or GGUF file, on the CPU. Nothing is fetched, and no code of the checkpoint's is run.
+
+    Raises HeadrankError where transformers is missing, the checkpoint is quantised, an adapter, broken, or lacks a tensor of the model.
+    """
+    transformers = _transformers()
+    folder, gguf_file = _folder_and_gguf(path, gguf_file)
+    if (folder / "adapter_config.json").is_file():
+        raise HeadrankError(f"{path}: an adapter (adapter_config.json); merge it into its base model first, or use --source weights with --adapter")
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if gguf_file:
+        options["gguf_file"] = gguf_file
+    with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar that has no switch
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(folder), **options)
+            if getattr(config, "quantization_config", None) is not None and not gguf_file:
+                raise HeadrankError(f"{path}: quantised ({_quantisation(config)}); give the unquantised model, or use --source weights")
+            config._attn_implementation = None  # a checkpoint may name code to fetch here; the library's own choice is safe
+            config._experts_implementation = None
+            model, info = _model_class(transformers, config, gguf_file).from_pretrained(
+                str(folder), config=config, dtype=dtype, weights_only=True, output_loading_info=True, **options
+            )
+        except (HeadrankError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except ImportError as error:
+            extra = "gguf" if "gguf" in str(error).lower() else "hf"
+            raise HeadrankError(f"{path}: {_first_line(error)}; pip install 'headrank[{extra}]'") from error
+        except Exception as error:  # of many classes, whatever is wrong with the files
+            raise HeadrankError(f"{path}: transformers cannot load it: {_first_line(error)}; use --source weights") from error
+    _check_whole(model, info, path)
+    return model
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise HeadrankError("activations of this model need transformers: pip install 'headrank[hf]', or use --source weights") from None
+    return transformers
+
+
+def _folder_and_gguf(path: Path, gguf_file: str | None) -> tuple[Path, str | None]:
+    if path.is_dir():
+        return path, gguf_file
+    if not path.is_file():
+        raise HeadrankError(f"{path}: no such file or folder")
+    with path.open("rb") as file:
+        is_gguf = file.read(4) == b"GGUF"
+    if is_gguf:
+        if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name) and not path.name.endswith("-00001-of-00001.gguf"):
+            raise HeadrankError(f"{path}: transformers reads no split GGUF files; merge them with gguf-split, or use --source weights")
+        return path.parent, path.name
+    if path.name == "model.safetensors" or (path.name == "pytorch_model.bin" and not (path.parent / "model.safetensors").exists()):
+        return path.parent, None
+    raise HeadrankError(f"{path}: transformers loads folders with a config.json, and GGUF files; give the folder, or use --source weights")
+
+
+def _model_class(transformers: Any, config: Any, gguf_file: str | None) -> Any:
+    """The class that the checkpoint was saved from, so that no tensor is missing; else the one that the library takes for the config."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    own = getattr(transformers, named, None) if isinstance(named, str) and named.isidentifier() else None
+    if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel) and own.config_class is type(config):
+        return own
+    if gguf_file:
+        return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return transformers.AutoModel
+
+
+def _check_whole(model: Any, info: Mapping[str, Any], path: Path) -> None:
+    """Tensors that were not in the checkpoint are random numbers: none may take part. Poolers and heads come after all attention."""
+    base = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    own = set(base.state_dict())
+    missing = sorted(name for name in info["missing_keys"] if name.removeprefix(prefix) in own and "pooler" not in name and name.startswith(prefix))
+    if missing:
+        raise HeadrankError(f"{path}: lacks {len(missing)} tensors that {type(model).__name__} needs, {missing[0]} among them; use --source weights")
+
+
+def _quantisation(config: Any) -> str:
+    given = config.quantization_config
+    return str(given.get("quant_method", "unknown") if isinstance(given, dict) else getattr(given, "quant_method", "unknown"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings, remarks or progress bars of transformers'."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
