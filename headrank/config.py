@@ -10,6 +10,7 @@ from headrank.errors import HeadrankError
 
 KINDS = ("mha", "gqa", "mqa", "mla", "lrkv")
 FIGURES = ("heatmap", "spectra", "effrank")
+LARGEST = 1 << 31  # of any one size: above what any model has, below where sizes of tensors overflow
 MODEL_TYPE = "headrank"
 
 
@@ -53,20 +54,15 @@ class ModelConfig:
         if self.n_kv_head == 0 and self.kind != "gqa":
             object.__setattr__(self, "n_kv_head", 1 if self.kind == "mqa" else self.n_head)
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
-                raise HeadrankError(f"{field.name} = {value!r} is not a whole number")
-            if field.type is int and field.default is MISSING and value < 1:
-                raise HeadrankError(f"{field.name} = {value} must be at least 1")
-            if field.type is int and value < 0:
-                raise HeadrankError(f"{field.name} = {value} must not be negative")
+            if field.type is int:
+                _check_count(field.name, getattr(self, field.name), least=1 if field.default is MISSING else 0)
         self._check_kind()
         rotary = self.d_rope or self.d_head
         if rotary % 2:
             name = "d_rope" if self.d_rope else "d_head"
             raise HeadrankError(f"{name} = {rotary} must be even: rotary embedding turns pairs")
-        if not self.rope_theta > 0:
-            raise HeadrankError(f"rope_theta = {self.rope_theta} must be above 0")
+        if not isinstance(self.rope_theta, int | float) or isinstance(self.rope_theta, bool) or not 0 < self.rope_theta < 1e30:
+            raise HeadrankError(f"rope_theta = {self.rope_theta!r} must be a number between 0 and 1e30")
 
     def _check_kind(self) -> None:
         stray = {"rank": "lrkv", "d_latent": "mla", "d_rope": "mla"}
@@ -117,6 +113,15 @@ class ModelConfig:
             raise HeadrankError(f"{where}: {error}") from None
 
 
+def _check_count(name: str, value: Any, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise HeadrankError(f"{name} = {value!r} is not a whole number")
+    if value < least:
+        raise HeadrankError(f"{name} = {value} must be at least 1" if least else f"{name} = {value} must not be negative")
+    if value >= LARGEST:
+        raise HeadrankError(f"{name} is larger than any model's")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """One member of a family: a way of sharing keys and values at the family's geometry."""
@@ -163,7 +168,7 @@ def load_family(path: Path) -> Family:
         raise HeadrankError(f"{path}: no such file; a family is a TOML file like configs/nano.toml") from None
     except OSError as error:
         raise HeadrankError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers with thousands of digits, of thousands of brackets
         raise HeadrankError(f"{path}: not a TOML file: {error}") from None
     return parse_family(document, source=path)
 
@@ -207,6 +212,8 @@ def _parse_figures(table: Any, variants: tuple[Variant, ...], where: str) -> dic
     for figure, shown in table.items():
         if not isinstance(shown, list) or not shown or not all(isinstance(name, str) for name in shown):
             raise HeadrankError(f"{where}: figures.{figure} must be a list of variants' names")
+        if repeated := sorted({name for name in shown if shown.count(name) > 1}):
+            raise HeadrankError(f"{where}: figures.{figure} names {repeated[0]!r} more than once")
         _refuse_unknown(dict.fromkeys(shown), names, f"{where}: figures.{figure}")
     return {figure: tuple(shown) for figure, shown in table.items()}
 
