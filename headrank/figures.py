@@ -140,12 +140,14 @@ def effrank_figure(results: Results) -> Figure:
 
 def _stacks(models: Sequence[ModelResult]) -> list[tuple[str, list[LayerResult]]]:
     """Each model's line, or one a stack where a model has several (encoder, decoder, cross)."""
-    lines: dict[str, list[LayerResult]] = {}
+    lines = []
     for model in models:
-        several = len({layer.facts.group for layer in model.layers}) > 1
-        for layer in model.layers:
-            lines.setdefault(f"{model.label} ({layer.facts.group})" if several else model.label, []).append(layer)
-    return list(lines.items())
+        groups = dict.fromkeys(layer.facts.group for layer in model.layers)
+        for group in groups:
+            name = f"{model.label} ({group})" if len(groups) > 1 else model.label
+            layers = [layer for layer in model.layers if layer.facts.group == group]
+            lines.append((name, sorted(layers, key=lambda layer: layer.facts.index)))
+    return lines
 
 
 def _by_scale(results: Results) -> dict[str | None, list[ModelResult]]:
@@ -195,14 +197,14 @@ def _legends(figure: Figure, place: Literal["upper right", "lower left"]) -> Non
         legends = [(ax, ax.legend(ax.lines, [_entry(line) for line in ax.lines], loc=place, fontsize=8, ncols=n_columns)) for ax in figure.axes]
         with without_glyph_warnings():
             figure.draw_without_rendering()  # gives the legends their sizes
-        for ax, legend in legends:
-            _clear(ax, legend)
+            for ax, legend in legends:
+                _clear(ax, legend)
         return
     lines = {_entry(line): line for ax in figure.axes for line in ax.lines}
     width, height = figure.get_size_inches()
     n_columns = -(-len(lines) // int((height - 1) / 0.19))
     figure.set_size_inches(width + 2.4 * n_columns, height)
-    figure.legend(lines.values(), lines, loc="outside right upper", ncols=n_columns, fontsize=8, handlelength=3)
+    figure.legend(lines.values(), lines, loc="outside right center", ncols=n_columns, fontsize=8, handlelength=3)
 
 
 def _entry(line: Any) -> str:
