@@ -40,6 +40,8 @@ class Settings:
     """Seed of the choice of sequences."""
     skip_first: int = 0
     """Positions at the start of each sequence that do not count."""
+    null: bool = False
+    """Also what random heads of the same geometry have."""
     batch_size: int | None = None
     """Sequences a batch; by default as many as fit."""
     device: str = "auto"
@@ -125,8 +127,14 @@ def measure(
         grams, faults = work.run(missing, ref.label, progress)
         fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=tuple(missing), grams=grams, faults=faults)
         known = fresh.joined(known) if known else fresh
-        if store and (why_not := store.keep(key, known)):
-            progress.remark(why_not)
+    new_nulls = [circuit for circuit in CIRCUITS if settings.null and circuit not in known.null]
+    if new_nulls:
+        from headrank.null import null_ranks
+
+        progress.start(f"{ref.label}: null", 0, "")
+        known = replace(known, null={**known.null, **{circuit: null_ranks(checkpoint, architecture, circuit) for circuit in new_nulls}})
+    if (missing or new_nulls) and store and (why_not := store.keep(key, known)):
+        progress.remark(why_not)
     return replace(known, model=model, layers=tuple(chosen))
 
 

@@ -18,6 +18,7 @@ from headrank.diversity import (
     similarity,
     spectrum,
 )
+from headrank.intervals import Z, interval, resampled_grams
 from headrank.store import LayerFacts, Measurement, ModelFacts
 
 
@@ -38,6 +39,10 @@ class LayerResult:
     most_similar: tuple[float, tuple[int, int]] | None = None
     """The largest off-diagonal similarity and its pair of heads."""
     reason: str | None = None
+    interval: tuple[float, float] | None = None
+    """95 % interval of the effective rank over sequences; None from weights, and where there are too few sequences."""
+    resampled: Array | None = None
+    """[B]: the effective rank of bootstrap samples, the same samples for all layers of a model."""
 
     @property
     def percent_of_heads(self) -> float | None:
@@ -56,6 +61,18 @@ class LayerResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Null:
+    """The effective rank of heads that know nothing of each other: random factors of the same shapes and sharing."""
+
+    mean: float
+    low: float
+    """Lower end of the range that holds 95 % of draws."""
+    high: float
+    """Its upper end."""
+    n_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelResult:
     """One model's numbers."""
 
@@ -65,6 +82,20 @@ class ModelResult:
     model: ModelFacts
     layers: tuple[LayerResult, ...]
     tokens: dict[str, Any] | None
+    n_groups: int = 1
+    """Groups of sequences that the intervals rest on."""
+    null: Null | None = None
+    """What the effective rank of random heads of the same geometry is."""
+
+    @property
+    def mean_interval(self) -> tuple[float, float] | None:
+        """95 % interval of the mean effective rank over layers; None where a layer that is in the mean has none."""
+        defined = [layer for layer in self.layers if layer.effective_rank is not None]
+        samples = [layer.resampled for layer in defined if layer.resampled is not None]
+        if not samples or len(samples) < len(defined):
+            return None
+        highest = float(np.mean([layer.attainable for layer in defined]))
+        return interval(float(np.mean([layer.effective_rank for layer in defined])), np.mean(samples, 0), self.n_groups, low=1.0, high=highest)
 
     def mean(self, quantity: str) -> float | None:
         """Mean of a LayerResult's quantity over the layers where it is defined; None where it is nowhere."""
@@ -95,15 +126,20 @@ class Results:
         return [f"{m.label}: {layer.reason}" for m in self.models for layer in m.layers if layer.reason and layer.similarity is None]
 
 
-def layer_result(gram: Array | None, facts: LayerFacts, *, is_centered: bool, fault: str | None = None) -> LayerResult:
-    """The numbers of one layer. gram: [H, H], or None with the fault that left it out."""
+def layer_result(grams: Array | None, facts: LayerFacts, *, is_centered: bool, fault: str | None = None) -> LayerResult:
+    """The numbers of one layer. grams: [S, H, H], a matrix a group of sequences, or None with the fault that left it out."""
     attainable = attainable_rank(facts.n_head, is_centered=is_centered)
-    if gram is None:
+    if grams is None:
         return LayerResult(facts=facts, similarity=None, eigenvalues=None, effective_rank=None, attainable=attainable, reason=fault)
+    gram = grams.sum(0)
     S = similarity(gram)
     eigenvalues = spectrum(centered(S) if is_centered else S)
     rank = float(effective_rank(eigenvalues))
     mean = float(mean_off_diagonal(S))
+    samples = resampled_grams(grams)
+    if samples is not None:
+        cosines = similarity(samples)
+        resampled = effective_rank(spectrum(centered(cosines) if is_centered else cosines))
     return LayerResult(
         facts=facts,
         similarity=S,
@@ -114,6 +150,8 @@ def layer_result(gram: Array | None, facts: LayerFacts, *, is_centered: bool, fa
         mean_off_diagonal=None if np.isnan(mean) else mean,
         most_similar=most_similar_pair(S),
         reason=_undefined(facts, is_centered=is_centered) if np.isnan(rank) else None,
+        interval=None if samples is None else interval(rank, resampled, len(grams), low=1.0, high=float(attainable)),
+        resampled=None if samples is None else resampled,
     )
 
 
@@ -126,7 +164,23 @@ def _undefined(facts: LayerFacts, *, is_centered: bool) -> str:
 def model_result(measurement: Measurement, circuit: str, layers: Sequence[LayerFacts], *, label: str, scale: str | None, is_centered: bool) -> ModelResult:
     """The numbers of one model's chosen layers."""
     chosen = tuple(
-        layer_result(measurement.gram(circuit, layer), layer, is_centered=is_centered, fault=measurement.faults.get(f"{circuit}/{layer.key}"))
+        layer_result(measurement.grams.get(f"{circuit}/{layer.key}"), layer, is_centered=is_centered, fault=measurement.faults.get(f"{circuit}/{layer.key}"))
         for layer in layers
     )
-    return ModelResult(label=label, scale=scale, model=measurement.model, layers=chosen, tokens=measurement.tokens)
+    return ModelResult(
+        label=label,
+        scale=scale,
+        model=measurement.model,
+        layers=chosen,
+        tokens=measurement.tokens,
+        n_groups=max((len(grams) for grams in measurement.grams.values()), default=1),
+        null=_null(measurement.null.get(circuit, {}).get("centered" if is_centered else "uncentered", [])),
+    )
+
+
+def _null(ranks: Sequence[float]) -> Null | None:
+    """Mean and 95 % range of the draws. Their distribution is narrow and smooth, so two moments give the range, from few draws too."""
+    if not ranks:
+        return None
+    mean, sd = float(np.mean(ranks)), float(np.std(ranks, ddof=1))
+    return Null(mean=mean, low=mean - Z * sd, high=mean + Z * sd, n_samples=len(ranks))

@@ -88,6 +88,8 @@ class Measurement:
     """'qk/3' -> [S, H, H]: a Gram matrix for each of S groups of sequences (1 for weights); their sum is the layer's."""
     faults: dict[str, str]
     """'qk/3' -> why that layer has no numbers."""
+    null: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """'qk' -> 'uncentered' and 'centered' -> effective ranks of random heads of the same geometry, where they were asked for."""
 
     def gram(self, circuit: str, layer: LayerFacts) -> NDArray[np.float64] | None:
         """[H, H], summed over the groups of sequences; None where the layer has a fault."""
@@ -98,7 +100,7 @@ class Measurement:
         """This measurement with another's layers added; where both have one, this one's stays. They must agree in all but the layers."""
         layers = {layer.key: layer for layer in (*other.layers, *self.layers)}
         ordered = tuple(sorted(layers.values(), key=lambda layer: (layer.group, layer.index)))
-        return replace(self, layers=ordered, grams={**other.grams, **self.grams}, faults={**other.faults, **self.faults})
+        return replace(self, layers=ordered, grams={**other.grams, **self.grams}, faults={**other.faults, **self.faults}, null={**other.null, **self.null})
 
 
 def write_measurement(measurement: Measurement, path: Path) -> None:
