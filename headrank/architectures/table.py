@@ -12,10 +12,13 @@ from headrank.errors import HeadrankError
 
 Source = int | tuple[str, ...]  # a number, or keys of the configuration of which the first that is there counts
 
-FACTS = ("n_layer", "d_model", "H", "G", "D", "vocab_size", "context")
-FLAGS = {"post_norm": False, "hybrid": False, "causal": True}
+FACTS = ("n_layer", "d_model", "H", "G", "D", "vocab_size", "context", "window", "global_every", "local_from", "kv_shared", "more_layers")
+FLAGS = {"hybrid": False, "causal": True, "bare_start": False, "global_first": False}
 NORMS = {"rms": (False, False), "rms+1": (False, True), "layernorm": (True, False), "layernorm+1": (True, True)}  # centred, gain stored less 1
-KEYS = {"like", "model_types", "when", "prefixes", "layer", "sizes", "defaults", "q", "k", "v", "o", "qkv", "norm", "q_norm", "k_norm", *FACTS, *FLAGS}
+NORM_KEYS = ("norm", "q_norm", "k_norm", "o_norm")
+PROJECTIONS = ("q", "k", "v", "o")
+TABLES = ("when", "sizes", "defaults", "nested", "groups")
+KEYS = {"like", "model_types", "prefixes", "layer", "qkv", "window_if", *PROJECTIONS, *NORM_KEYS, *TABLES, *FACTS, *FLAGS}
 EXAMPLE = """layer = "layers.{i}."
 n_layer = "num_hidden_layers"
 d_model = "hidden_size"
@@ -35,6 +38,14 @@ class NormSpec:
 
     kind: str
     name: str | None
+
+    @property
+    def centred(self) -> bool:
+        return NORMS[self.kind][0]
+
+    @property
+    def plus_one(self) -> bool:
+        return NORMS[self.kind][1]
 
 
 @dataclass(frozen=True)
@@ -65,29 +76,69 @@ class Row:
     facts: dict[str, Source]
     sizes: dict[str, Source]
     defaults: dict[str, Any]
+    nested: dict[str, Any]
+    window_if: str
+    """Key of the configuration that must be true for the window to hold; empty where nothing has to be."""
     projections: dict[str, ProjectionSpec]
     """q, k, v, o."""
-    norm: NormSpec | None
-    head_norms: dict[str, NormSpec]
-    """q, k -> QK norm."""
+    norms: dict[str, NormSpec]
+    """norm, q_norm, k_norm, o_norm; those there are."""
     flags: dict[str, bool]
+    groups: dict[str, "Row"]
+    """Name of the stack -> its row; empty where the row is one stack itself."""
+
+    @property
+    def stacks(self) -> dict[str, "Row"]:
+        """Name -> row of every stack of layers; one without a name where there is only one."""
+        return self.groups or {"": self}
 
 
 @functools.cache
 def families() -> tuple[Row, ...]:
-    """The rows of families.toml; those with `when` first, since they say more."""
-    path = Path(__file__).with_name("families.toml")
-    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    """The rows of families.toml; those with more conditions first, since they say more."""
+    document, shared = _table_file()
+    rows = {name: _parse_with_groups(name, document, shared, "families.toml") for name in document}
+    return tuple(sorted((row for row in rows.values() if row.model_types), key=lambda row: -len(row.when)))
+
+
+def read_layout(path: Path) -> Row:
+    """A user's layout file. Raises HeadrankError naming the key that is wrong."""
+    try:
+        own = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HeadrankError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HeadrankError(f"{path}: not a TOML file: {error}") from None
+    document, shared = _table_file()
+    if "like" in own and own["like"] not in document:
+        raise HeadrankError(f"{path}: like = {own['like']!r} is no row of the table; known: {', '.join(document)}")
+    return _parse_with_groups("layout", {**document, "layout": {"model_types": [], "when": {}, **own}}, shared, str(path))
+
+
+def _table_file() -> tuple[dict[str, Any], dict[str, Any]]:
+    document = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
     shared = document.pop("defaults")
-    rows = [parse_row(name, {**shared, **_inherit(name, document)}, path.name) for name in document]
-    return tuple(sorted(rows, key=lambda row: not row.when))
+    return document, shared
+
+
+def _parse_with_groups(name: str, document: Mapping[str, Any], shared: Mapping[str, Any], source: str) -> Row:
+    table = {**shared, **_inherit(name, document)}
+    groups = {}
+    for group, member in _table(table.get("groups", {}), f"{source}: {name}: groups").items():
+        if member not in document:
+            raise HeadrankError(f"{source}: {name}: groups.{group} = {member!r} is no row of the table")
+        groups[group] = _parse_row(member, {**shared, **_inherit(member, document)}, source, {})
+    if groups:  # the stacks say it all; the first stands for the row where one layout is asked for
+        first = next(iter(table["groups"].values()))
+        table = {**shared, **_inherit(first, document), **{key: table[key] for key in ("model_types", "when") if key in table}}
+    return _parse_row(name, table, source, groups)
 
 
 def _inherit(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
     own = document[name]
     if "like" not in own:
         return dict(own)
-    parent = {key: value for key, value in _inherit(own["like"], document).items() if key not in ("model_types",) or key not in own}
+    parent = _inherit(own["like"], document)
     if own.keys() & {"q", "k", "v"}:
         parent.pop("qkv", None)
     if "qkv" in own:
@@ -95,27 +146,7 @@ def _inherit(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
     return {**parent, **own}
 
 
-def read_layout(path: Path) -> Row:
-    """A user's layout file. Raises HeadrankError naming the key that is wrong."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise HeadrankError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HeadrankError(f"{path}: not a TOML file: {error}") from None
-    if "like" in document:
-        known = {row.name for row in families()}
-        if document["like"] not in known:
-            raise HeadrankError(f"{path}: like = {document['like']!r} is no row of the table; known: {', '.join(sorted(known))}")
-        table = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
-        shared = table.pop("defaults")
-        return parse_row(path.stem, {**shared, **_inherit(path.stem, {**table, path.stem: document})}, str(path))
-    shared = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))["defaults"]
-    return parse_row(path.stem, {**shared, **document}, str(path))
-
-
-def parse_row(name: str, table: Mapping[str, Any], source: str) -> Row:
-    """Builds a row from a TOML table. Raises HeadrankError naming the key that is wrong."""
+def _parse_row(name: str, table: Mapping[str, Any], source: str, groups: dict[str, Row]) -> Row:
     where = f"{source}: {name}"
     if unknown := sorted(table.keys() - KEYS):
         raise HeadrankError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(sorted(KEYS))}")
@@ -123,11 +154,17 @@ def parse_row(name: str, table: Mapping[str, Any], source: str) -> Row:
     if not isinstance(layer, str) or layer.count("{i}") != 1:
         raise HeadrankError(f'{where}: layer must hold {{i}} for the number, such as "layers.{{i}}.", not {layer!r}')
     projections = {}
-    for key in ("q", "k", "v", "o"):
+    for key in PROJECTIONS:
         value = table.get(key, table.get("qkv") if key != "o" else None)
         if value is None:
             raise HeadrankError(f'{where}: says nothing about {key}; an example: {key} = "self_attn.{key}_proj: H*{"v" if key == "o" else key}"')
         projections[key] = _projection(value, "v" if key == "o" else key, f"{where}: {key}")
+    window_if = table.get("window_if", "")
+    if not isinstance(window_if, str):
+        raise HeadrankError(f"{where}: window_if must be a key of the configuration, not {window_if!r}")
+    norms = {key: _norm(table[key], f"{where}: {key}") for key in NORM_KEYS if table.get(key)}
+    if "o_norm" in norms and norms["o_norm"].centred:
+        raise HeadrankError(f"{where}: o_norm can only be an RMS norm: a LayerNorm there mixes the heads")
     return Row(
         name=name,
         source=source,
@@ -138,10 +175,12 @@ def parse_row(name: str, table: Mapping[str, Any], source: str) -> Row:
         facts={key: _source(table[key], f"{where}: {key}") for key in FACTS if key in table},
         sizes={key: _source(value, f"{where}: sizes.{key}") for key, value in _table(table.get("sizes", {}), f"{where}: sizes").items()},
         defaults=_table(table.get("defaults", {}), f"{where}: defaults"),
+        nested=_table(table.get("nested", {}), f"{where}: nested"),
+        window_if=window_if,
         projections=projections,
-        norm=_norm(table["norm"], f"{where}: norm") if "norm" in table else None,
-        head_norms={key: _norm(table[f"{key}_norm"], f"{where}: {key}_norm") for key in ("q", "k") if f"{key}_norm" in table},
+        norms=norms,
         flags={key: _flag(table.get(key, default), f"{where}: {key}") for key, default in FLAGS.items()},
+        groups=groups,
     )
 
 
