@@ -4,7 +4,7 @@ Figures are made with matplotlib.figure.Figure: no pyplot, so no display, no bac
 """
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from headrank.diversity import variance_explained
 from headrank.output import without_glyph_warnings
 from headrank.results import LayerResult, ModelResult, Results
 
@@ -78,12 +79,25 @@ def _tick_step(n_head: int) -> int:
 @style.context(STYLE)
 def spectra_figure(results: Results) -> Figure:
     """Eigenvalues in descending order, a panel a layer and a line a model; a row of panels a scale."""
+    kind = "PCA Eigenvalue Spectra" if results.is_centered else "Eigenvalue Spectra"
+    return _layers_figure(
+        results,
+        title=f"{kind} of Head Similarity Matrices",
+        curve=lambda layer: layer.eigenvalues,
+        xlabel="PC Index" if results.is_centered else "Eigenvalue Index",
+        ylabel="Variance (PCA Eigenvalue)" if results.is_centered else "Eigenvalue",
+    )
+
+
+def _layers_figure(
+    results: Results, *, title: str, curve: Callable[[LayerResult], np.ndarray | None], xlabel: str, ylabel: str, line_at: float | None = None
+) -> Figure:
+    """A curve over the index of eigenvalues, a panel a layer and a line a model; a row of panels a scale."""
     scales = _by_scale(results)
     grid = _rows([[(models, place) for place in range(max(len(model.layers) for model in models))] for models in scales.values()], 4)
     n_columns = max(map(len, grid))
     figure = Figure(figsize=(max(4.6 * n_columns, 5.2), 3.9 * len(grid) + 0.8), layout="constrained")
-    kind = "PCA Eigenvalue Spectra" if results.is_centered else "Eigenvalue Spectra"
-    _title(figure, f"{kind} of Head Similarity Matrices{_in_brackets(scales)}")
+    _title(figure, f"{title}{_in_brackets(scales)}")
     looks = _looks(results)
     for r, row in enumerate(grid):
         for c, (models, place) in enumerate(row):
@@ -92,14 +106,16 @@ def spectra_figure(results: Results) -> Figure:
             ax.set_title(f"{models[0].scale}: {name}" if models[0].scale and len(scales) > 1 else name, fontsize=11)
             for model in models:
                 if place < len(model.layers):
-                    values = model.layers[place].eigenvalues
+                    values = curve(model.layers[place])
                     label = model.label if values is not None else f"{model.label} (no numbers)"
                     y = np.array([]) if values is None else values
                     _draw_line(ax, np.arange(1, len(y) + 1), y, label, looks[model.label])
-            ax.set_xlabel("PC Index" if results.is_centered else "Eigenvalue Index")
-            ax.set_ylabel("Variance (PCA Eigenvalue)" if results.is_centered else "Eigenvalue")
+            if line_at is not None:
+                ax.axhline(line_at, color="grey", linestyle="--", linewidth=1.2, label=f"{100 * line_at:.0f} %")
+            ax.set_xlabel(xlabel)
+            ax.set_ylabel(ylabel)
             _set_limits(ax, 1, max(model.model.n_head for model in models))
-    _legends(figure, "upper right")
+    _legends(figure, "upper right" if line_at is None else "lower right")
     _caption(figure, results, is_centered=results.is_centered)
     return figure
 
@@ -125,20 +141,62 @@ def effrank_figure(results: Results) -> Figure:
         for c, (scale, models) in enumerate(row):
             ax = figure.add_subplot(len(grid), n_columns, r * n_columns + c + 1)
             ax.set_title(scale or ("Given by path" if len(scales) > 1 else ""), fontsize=11)
-            for name, layers in _stacks(models):
-                ranks = np.array([np.nan if layer.effective_rank is None else layer.effective_rank for layer in layers])
-                label = f"{name} (undefined)" if np.isnan(ranks).all() else name
-                _draw_line(ax, np.array([layer.facts.index for layer in layers]), ranks, label, looks[name])
-            ax.axhline(1, color="grey", linestyle="--", linewidth=1.2, label=REDUNDANT)
-            ax.set_xlabel("Layer")
-            ax.set_ylabel("Effective Rank")
-            _set_limits(ax, 0, max(layer.facts.index for model in models for layer in model.layers))
+            _draw_ranks(ax, models, looks)
     _legends(figure, "lower left")
     _caption(figure, results, is_centered=results.is_centered)
     return figure
 
 
-def _stacks(models: Sequence[ModelResult]) -> list[tuple[str, list[LayerResult]]]:
+@style.context(STYLE)
+def compare_figure(plain: Results, centered: Results) -> Figure:
+    """Effective rank of S | of centred S against layer, each with its own axis; a row a scale (Figs. 14 and 15)."""
+    scales = _by_scale(plain)
+    figure = Figure(figsize=(12.4, 4.4 * len(scales) + 0.6), layout="constrained")
+    _title(figure, f"Effective Rank, Uncentred and Centred{_in_brackets(scales)}")
+    looks = _looks(plain)
+    for r, scale in enumerate(scales):
+        for c, (results, name) in enumerate(((plain, "Uncentred"), (centered, "Centred"))):
+            ax = figure.add_subplot(len(scales), 2, 2 * r + c + 1)
+            ax.set_title(f"{scale}: {name}" if scale and len(scales) > 1 else name, fontsize=11)
+            _draw_ranks(ax, _by_scale(results)[scale], looks)
+    _legends(figure, "lower left")
+    _caption(figure, plain, is_centered=None)
+    return figure
+
+
+def _draw_ranks(ax: Axes, models: Sequence[ModelResult], looks: dict[str, tuple[str, str]]) -> None:
+    """A line a model, its interval shaded, the null's range dotted."""
+    for name, model, layers in _stacks(models):
+        x = np.array([layer.facts.index for layer in layers])
+        ranks = np.array([np.nan if layer.effective_rank is None else layer.effective_rank for layer in layers])
+        label = f"{name} (undefined)" if np.isnan(ranks).all() else name
+        _draw_line(ax, x, ranks, label, looks[name])
+        ends = np.array([layer.interval or (np.nan, np.nan) for layer in layers])
+        if not np.isnan(ends).all():
+            ax.fill_between(x, ends[:, 0], ends[:, 1], color=looks[name][0], alpha=0.2, linewidth=0)
+        if model.null is not None:
+            for end in (model.null.low, model.null.high):
+                ax.axhline(end, color=looks[name][0], linestyle=":", linewidth=1)
+    ax.axhline(1, color="grey", linestyle="--", linewidth=1.2, label=REDUNDANT)
+    ax.set_xlabel("Layer")
+    ax.set_ylabel("Effective Rank")
+    _set_limits(ax, 0, max(layer.facts.index for model in models for layer in model.layers))
+
+
+@style.context(STYLE)
+def variance_figure(results: Results) -> Figure:
+    """Cumulative variance explained against the number of components, a panel a layer, with the 90 % line (Figs. 12 and 13)."""
+    return _layers_figure(
+        results,
+        title="Cumulative Variance Explained",
+        curve=lambda layer: None if layer.eigenvalues is None else np.cumsum(variance_explained(layer.eigenvalues)),
+        xlabel="Number of PCs",
+        ylabel="Cumulative Variance Explained",
+        line_at=0.9,
+    )
+
+
+def _stacks(models: Sequence[ModelResult]) -> list[tuple[str, ModelResult, list[LayerResult]]]:
     """Each model's line, or one a stack where a model has several (encoder, decoder, cross)."""
     lines = []
     for model in models:
@@ -146,7 +204,7 @@ def _stacks(models: Sequence[ModelResult]) -> list[tuple[str, list[LayerResult]]
         for group in groups:
             name = f"{model.label} ({group})" if len(groups) > 1 else model.label
             layers = [layer for layer in model.layers if layer.facts.group == group]
-            lines.append((name, sorted(layers, key=lambda layer: layer.facts.index)))
+            lines.append((name, model, sorted(layers, key=lambda layer: layer.facts.index)))
     return lines
 
 
@@ -170,7 +228,7 @@ def _rows(groups: Iterable[Sequence[T]], limit: int) -> list[list[T]]:
 
 def _looks(results: Results) -> dict[str, tuple[str, str]]:
     """(colour, dashes) of each line: matplotlib's cycle in the order of first appearance, so that a label looks the same in all panels."""
-    names = dict.fromkeys([name for name, _ in _stacks(results.models)] + [model.label for model in results.models])
+    names = dict.fromkeys([name for name, _, _ in _stacks(results.models)] + [model.label for model in results.models])
     return {name: (COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(names)}
 
 
@@ -190,7 +248,7 @@ def _set_limits(ax: Axes, first: int, last: int) -> None:
     ax.grid(alpha=0.3)
 
 
-def _legends(figure: Figure, place: Literal["upper right", "lower left"]) -> None:
+def _legends(figure: Figure, place: Literal["upper right", "lower left", "lower right"]) -> None:
     """A legend a panel, clear of its lines, where there is room; else one to the right of all panels."""
     if max(len(ax.lines) for ax in figure.axes) <= MAX_LEGEND:
         n_columns = 2 if place == "lower left" else 1  # flat, since it lies where the early layers' low ranks are
@@ -220,7 +278,7 @@ def _clear(ax: Axes, legend: Legend) -> None:
     behind = [np.nan]
     for line in ax.lines:
         x, y = np.asarray(line.get_xdata(), dtype=float), np.asarray(line.get_ydata(), dtype=float)
-        if len(x) and line.get_label() != REDUNDANT:
+        if len(x) and line.get_linestyle() not in ("--", ":"):
             behind.extend([*y[(x >= left) & (x <= right)], *np.interp([left, right], x, y, left=np.nan, right=np.nan)])
     if np.isnan(behind).all():
         return
@@ -241,10 +299,11 @@ def _in_brackets(scales: Iterable[str | None]) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def _caption(figure: Figure, results: Results, *, is_centered: bool) -> None:
-    """A light line at the bottom that says what was measured."""
-    matrix = "similarity matrix centred" if is_centered else "similarity matrix not centred"
-    parts = [f"source: {results.source}", f"circuit: {results.circuit.upper()}", matrix]
+def _caption(figure: Figure, results: Results, *, is_centered: bool | None) -> None:
+    """A light line at the bottom that says what was measured; is_centered is None where both are shown."""
+    parts = [f"source: {results.source}", f"circuit: {results.circuit.upper()}"]
+    if is_centered is not None:
+        parts.append("similarity matrix centred" if is_centered else "similarity matrix not centred")
     fed = [model.tokens for model in results.models if model.tokens]
     if fed:
         first = fed[0]
@@ -252,6 +311,10 @@ def _caption(figure: Figure, results: Results, *, is_centered: bool) -> None:
         parts.append(text if all(tokens == first for tokens in fed) else "tokens differ by model")
     if results.command == "heatmap" and any(layer.dead_heads for model in results.models for layer in model.layers):
         parts.append("hatched: dead heads")
+    if results.command == "effrank" and any(layer.interval for model in results.models for layer in model.layers):
+        parts.append("shaded: 95 % over sequences")
+    if results.command == "effrank" and any(model.null for model in results.models):
+        parts.append("dotted: 95 % of random heads")
     unbroken = " · ".join(part.replace(" ", "\u00a0") for part in parts)
     figure.supxlabel(_wrapped(unbroken, int(figure.get_figwidth() * 18)), x=0.01, ha="left", fontsize=8, color="0.45")
 

@@ -58,7 +58,7 @@ def model(
             G[head] = G[:, head] = 0
         fault = (faults or {}).get(index)
         layer = LayerFacts(index=index, n_head=n_head, n_kv_head=n_head, group=group)
-        chosen.append(layer_result(None if fault else G, layer, is_centered=is_centered, fault=fault))
+        chosen.append(layer_result(None if fault else G[None], layer, is_centered=is_centered, fault=fault))
     return ModelResult(label=label, scale=scale, model=facts(n_layer, n_head), layers=tuple(chosen), tokens=tokens)
 
 
