@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-CPU_BLOCK_BYTES = 1 << 20  # a block of scores stays in a core's second-level cache
-CUDA_BLOCK_BYTES = 1 << 28
+BLOCK_ROWS = 1024  # of one matrix product: enough for full speed, few enough that products of 128 heads of 128 take 0.1 GB
 
 
 def factored_gram(left: Tensor, right: Tensor, left_of_head: Sequence[int], right_of_head: Sequence[int]) -> Tensor:
@@ -24,13 +23,13 @@ def factored_gram(left: Tensor, right: Tensor, left_of_head: Sequence[int], righ
     Returns [H, H] float64 on the factors' device. Scale alone does neither overflow nor vanish: each factor is brought to
     unit size first, and its size put back in float64.
     """
-    left, left_size = _unit_size(left)
-    right, right_size = _unit_size(right)
+    left, left_size = unit_size(left)
+    right, right_size = unit_size(right)
     i = torch.tensor(left_of_head, device=left.device)
     j = torch.tensor(right_of_head, device=left.device)
     H = len(left_of_head)
     gram = torch.empty(H, H, dtype=torch.float64, device=left.device)
-    rows = _heads_per_block(left)
+    rows = max(1, min(H // 4, BLOCK_ROWS // left.shape[2]))  # four blocks or more: little is computed twice
     for start in range(0, H, rows):  # the part on and above the diagonal; G is symmetric
         block, rest = slice(start, min(start + rows, H)), slice(start, H)
         lefts = _products(left, i[block], i[rest])
@@ -52,13 +51,9 @@ def _products(factor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return product[row_of][:, :, column_of]
 
 
-def _heads_per_block(factor: Tensor) -> int:
-    """Heads in one block of rows: few enough that little is computed twice, enough for a good matrix product."""
-    return max(1, min(len(factor) // 4 or 1, 4096 // factor.shape[2] or 1))
-
-
-def _unit_size(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides each factor by a power of two near its largest entry; returns it with those numbers in float64, [n_factor]."""
-    largest = factor.abs().amax((1, 2)).double()
-    exponent = torch.frexp(largest)[1].clamp(-125, 125)  # a power of two that float32 holds, and its inverse too
-    return torch.ldexp(factor, -exponent[:, None, None]), torch.ldexp(torch.ones_like(largest), exponent)
+def unit_size(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """factor: [n, …], each of the n divided by a power of two near its largest entry; returns it with those numbers in float64, [n]."""
+    largest = factor.abs().flatten(1).amax(1).double()
+    limit = 125 if factor.dtype == torch.float32 else 1000  # a power of two that the type holds, and its inverse too
+    size = torch.exp2(torch.frexp(largest)[1].clamp(-limit, limit).double())
+    return factor * size.reciprocal().to(factor.dtype).view(-1, *[1] * (factor.dim() - 1)), size
