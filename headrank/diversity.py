@@ -22,7 +22,7 @@ def similarity(gram: ArrayLike) -> Array:
     gram = np.asarray(gram, dtype=np.float64)
     dead = dead_heads(gram)
     size = np.sqrt(np.where(dead, 1.0, np.diagonal(gram, axis1=-2, axis2=-1)))
-    cosine = np.clip(gram / size[..., :, None] / size[..., None, :], -1.0, 1.0)
+    cosine = np.clip(gram / (size[..., :, None] * size[..., None, :]), -1.0, 1.0)  # as symmetric as G, to the bit
     np.einsum("...ii->...i", cosine)[...] = 1.0
     return np.where(dead[..., :, None] | dead[..., None, :], 0.0, cosine)
 

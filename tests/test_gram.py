@@ -46,7 +46,7 @@ def test_shared_factors_count_for_each_head_that_reads_them(seed: int, n_left: i
     left, right = random_factors(seed, H=12)
     left_of_head, right_of_head = [h // (12 // n_left) for h in range(12)], [h // (12 // n_right) for h in range(12)]
     found = factored_gram(left[:n_left], right[:n_right], left_of_head, right_of_head).numpy()
-    assert_close(found, gram_of((left[left_of_head].double() @ right[right_of_head].double().transpose(1, 2))))
+    assert_close(found, gram_of(left[left_of_head].double() @ right[right_of_head].double().transpose(1, 2)))
 
 
 @given(SEEDS)
@@ -109,7 +109,7 @@ def test_identical_heads_have_effective_rank_one_exactly() -> None:
     assert S.min() == pytest.approx(1, abs=1e-12)
 
 
-def test_orthogonal_heads_have_effective_rank_H_exactly() -> None:
+def test_orthogonal_heads_have_effective_rank_h_exactly() -> None:
     eye = torch.eye(35).unflatten(1, (7, 5)).transpose(0, 1)  # head h reads dimensions of its own: [7, 35, 5]
     _, right = random_factors(0)
     assert effective_rank(spectrum(similarity(gram(eye, right)))) == pytest.approx(7, abs=1e-12)
