@@ -104,17 +104,61 @@ def spectra(options: Shared) -> None:
     _report("spectra", options)
 
 
+@app.command("variance", cls=SpreadCommand, epilog="Example: headrank variance --centered")
+@with_options(Shared)
+def variance(options: Shared) -> None:
+    """Cumulative variance explained by the eigenvalues of an early, a middle and a late layer."""
+    _report("variance", options)
+
+
 @app.command("effrank", cls=SpreadCommand, epilog="Example: headrank effrank --scales 128M 2.5B")
 @with_options(Shared)
-def effrank(options: Shared) -> None:
+def effrank(
+    compare: Annotated[bool, typer.Option("--compare", help="Uncentred and centred side by side.")] = False,
+    null: Annotated[bool, typer.Option("--null", help="Show what random heads of the same geometry have.")] = False,
+    options: Shared = Shared(),
+) -> None:
     """Effective rank of the heads against layer, a panel a scale."""
-    _report("effrank", options)
+    with _exit_codes():
+        from headrank import commands
+
+        if compare:
+            commands.run_compare(options, null=null)
+        else:
+            commands.run("effrank", options, null=null)
+
+
+@app.command("table", cls=SpreadCommand, epilog="Example: headrank table --source weights")
+@with_options(Shared)
+def table(
+    null: Annotated[bool, typer.Option("--null/--no-null", help="Compare with random heads of the same geometry.")] = True,
+    options: Shared = Shared(),
+) -> None:
+    """A row a model: effective rank uncentred and centred, similarity, dead heads, KV cache, parameters."""
+    with _exit_codes():
+        from headrank.commands import run_table
+
+        run_table(options, null=null)
+
+
+@app.command("measure", cls=SpreadCommand, epilog="Example: headrank measure checkpoints/128M/mha -o mha.safetensors")
+@with_options(Shared)
+def measure(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
+    null: Annotated[bool, typer.Option("--null/--no-null", help="Also what random heads of the same geometry have.")] = True,
+    options: Shared = Shared(),
+) -> None:
+    """Writes one model's measurement to a small file that every command takes in the model's place."""
+    with _exit_codes():
+        from headrank.commands import run_measure
+
+        run_measure(options, output=output, null=null)
 
 
 def _report(command: str, options: Shared) -> None:
-    from headrank.commands import run
-
     with _exit_codes():
+        from headrank.commands import run
+
         run(command, options)
 
 

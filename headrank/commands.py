@@ -1,20 +1,22 @@
 """What the commands do, from options to files: choose models, measure them, show and save the results."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from headrank import tables
+from headrank import summary, tables
 from headrank.errors import HeadrankError
 from headrank.measure import LayerChoice, Settings, all_layers, measure
 from headrank.output import OutputFolder, figure_bytes
 from headrank.results import Results, model_result
 from headrank.selection import ModelRef, checkpoints_folder, early_middle_late, family_models, middle_layer, named_models, resolve_layers
-from headrank.store import Store
+from headrank.store import Store, is_measurement, write_measurement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 SHOWN_LAYERS: dict[str, LayerChoice] = {
     "heatmap": lambda layers: [middle_layer(layers)],
     "spectra": early_middle_late,
+    "variance": early_middle_late,
     "effrank": all_layers,
 }
 
@@ -59,29 +62,132 @@ class Terminal:
             self.console.print(text)
 
 
-def run(command: str, options: "Shared") -> None:
-    """Carries out heatmap, spectra or effrank."""
-    settings = settings_of(options)
-    formats = list(dict.fromkeys(format.value for format in options.format or ())) or ["png"]
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one command has to show."""
+
+    document: dict[str, Any]
+    """What --json prints and the .json file holds."""
+    texts: Mapping[str, str]
+    """Suffix -> text of the other files beside it, such as csv."""
+    figure: "Callable[[], Figure] | None"
+    """Draws the figure, where the command has one."""
+    show: Callable[[Console], None]
+    """Prints the short table."""
+    faults: Sequence[str] = ()
+    """Why layers have no numbers; they make the exit code 1."""
+
+
+def publish(stem: str, options: "Shared", work: Callable[[Terminal], Report], *, texts: Sequence[str] = ("csv",), has_figure: bool = True) -> None:
+    """Sees to it that the output can be written, lets `work` compute, writes figure, texts and document together, and shows them."""
+    formats = (list(dict.fromkeys(format.value for format in options.format or ())) or ["png"]) if has_figure else []
     folder = OutputFolder(options.out, force=options.force)
-    folder.prepare(command, [*formats, "csv", "json"])
+    folder.prepare(stem, [*formats, *texts, "json"])
     with Terminal(quiet=options.quiet) as terminal:
-        refs = choose_models(options, figure=command, largest_only=command != "effrank", remark=terminal.remark)
-        results = collect(command, refs, options, settings, terminal)
-        document = tables.json_text(tables.document(results))
-        figure = draw(results)
-        files = {suffix: figure_bytes(figure, suffix) for suffix in formats} | {"csv": tables.csv_text(results).encode(), "json": document.encode()}
-        written = folder.save(command, files)
+        report = work(terminal)
+        document = tables.json_text(report.document)
+        files = {suffix: text.encode() for suffix, text in report.texts.items()} | {"json": document.encode()}
+        if report.figure is not None:
+            figure = report.figure()
+            files = {suffix: figure_bytes(figure, suffix) for suffix in formats} | files
+        written = folder.save(stem, files)
         if options.json:
             sys.stdout.write(document)
         else:
-            tables.render(results, Console(markup=False, highlight=False, emoji=False))
+            report.show(Console(markup=False, highlight=False, emoji=False))
         terminal.remark("Wrote " + ", ".join(map(str, written)))
-    if results.faults:
-        raise HeadrankError("\n".join(results.faults))
+    if report.faults:
+        raise HeadrankError("\n".join(report.faults))
 
 
-def settings_of(options: "Shared") -> Settings:
+def run(command: str, options: "Shared", *, null: bool = False) -> None:
+    """Carries out heatmap, spectra, variance or effrank."""
+    settings = settings_of(options, null=null)
+
+    def work(terminal: Terminal) -> Report:
+        refs = choose_models(options, figure=command, largest_only=command != "effrank", remark=terminal.remark)
+        results = collect(command, refs, options, settings, terminal, is_centered=options.centered)
+        return Report(
+            document=tables.document(results),
+            texts={"csv": tables.csv_text(results)},
+            figure=lambda: draw(results),
+            show=lambda console: tables.render(results, console),
+            faults=results.faults,
+        )
+
+    publish(command, options, work)
+
+
+def run_compare(options: "Shared", *, null: bool) -> None:
+    """Carries out effrank --compare: uncentred and centred side by side."""
+    settings = settings_of(options, null=null)
+
+    def work(terminal: Terminal) -> Report:
+        refs = choose_models(options, figure="effrank", largest_only=False, remark=terminal.remark)
+        plain, centered = _both(refs, options, settings, terminal)
+        from headrank.figures import compare_figure
+
+        def show(console: Console) -> None:
+            for name, results in (("Uncentred", plain), ("Centred", centered)):
+                console.print(name)
+                tables.render(results, console)
+
+        return Report(
+            document={"schema": tables.SCHEMA, "command": "effrank-compare", "uncentered": tables.document(plain), "centered": tables.document(centered)},
+            texts={"csv": tables.csv_text(plain, centered)},
+            figure=lambda: compare_figure(plain, centered),
+            show=show,
+            faults=plain.faults,
+        )
+
+    publish("effrank-compare", options, work)
+
+
+def run_table(options: "Shared", *, null: bool) -> None:
+    """Carries out table: a row a model, uncentred and centred."""
+    settings = settings_of(options, null=null)
+
+    def work(terminal: Terminal) -> Report:
+        refs = choose_models(options, figure="effrank", largest_only=False, remark=terminal.remark)
+        plain, centered = _both(refs, options, settings, terminal)
+        rows = summary.summary_rows(plain, centered)
+        document = tables.document(plain)
+        document = {**document, "command": "table", "models": [summary.row_document(row) for row in rows]}
+        del document["centered"]
+        columns, cells = summary.cells(rows)
+        return Report(
+            document=document,
+            texts={"csv": tables.csv_lines([columns, *cells]), "md": summary.markdown(rows), "tex": summary.latex(rows)},
+            figure=None,
+            show=lambda console: tables.print_cells(columns, cells, console),
+            faults=plain.faults,
+        )
+
+    publish("table", options, work, texts=("csv", "md", "tex"), has_figure=False)
+
+
+def run_measure(options: "Shared", *, output: Path, null: bool) -> None:
+    """Carries out measure: one model's measurement as a file that travels."""
+    settings = settings_of(options, null=null)
+    if output.is_dir() or not output.parent.is_dir():
+        raise HeadrankError(f"{output}: not a file in a folder that exists; give -o FILE")
+    if output.exists() and not is_measurement(output) and not options.force:
+        raise HeadrankError(f"{output}: not written by headrank\nMove it, give another name with -o, or pass --force to replace it")
+    with Terminal(quiet=options.quiet) as terminal:
+        refs = choose_models(options, figure="effrank", largest_only=False, remark=terminal.remark)
+        if len(refs) != 1:
+            raise HeadrankError(f"measure takes one model, not {len(refs)}; give its path")
+        measurement = measure(refs[0], settings, layers=_asked(options) or all_layers, store=Store.default(), progress=terminal)
+        try:
+            write_measurement(measurement, output)
+        except OSError as error:
+            raise HeadrankError(f"{output}: cannot be written: {error.strerror}") from None
+        terminal.remark(f"Wrote {output}")
+    if measurement.faults:
+        raise HeadrankError("\n".join(measurement.faults.values()))
+
+
+def settings_of(options: "Shared", *, null: bool = False) -> Settings:
     """The part of the options that decides numbers."""
     return Settings(
         source=options.source.value,
@@ -97,6 +203,7 @@ def settings_of(options: "Shared") -> Settings:
         batch_size=options.batch_size,
         device=options.device.value,
         dtype=options.dtype.value,
+        null=null,
     )
 
 
@@ -110,21 +217,39 @@ def choose_models(options: "Shared", *, figure: str, largest_only: bool, remark:
     return family_models(options.scales or (), figure=figure, largest_only=largest_only, folder=folder, configs=options.config or (), remark=remark)
 
 
-def collect(command: str, refs: Sequence[ModelRef], options: "Shared", settings: Settings, terminal: Terminal) -> Results:
-    """Measures the models, one after the other. Without --layer all layers are measured, so that the next command finds them."""
+def _asked(options: "Shared") -> LayerChoice | None:
+    """The layers given with --layer, or None."""
     asked = tuple(options.layer or ())
+    return (lambda layers: asked) if asked else None
+
+
+def collect(command: str, refs: Sequence[ModelRef], options: "Shared", settings: Settings, terminal: Terminal, *, is_centered: bool) -> Results:
+    """Measures the models, one after the other. Without --layer all layers are measured, so that the next command finds them."""
+    asked = _asked(options)
     store = Store.default()
     models = []
     for ref in refs:
-        measurement = measure(ref, settings, layers=(lambda layers: asked) if asked else all_layers, store=store, progress=terminal)
-        shown = resolve_layers(asked or SHOWN_LAYERS[command](measurement.layers), measurement.layers, label=ref.label)
-        models.append(model_result(measurement, options.circuit.value, shown, label=ref.label, scale=ref.scale, is_centered=options.centered))
+        measurement = measure(ref, settings, layers=asked or all_layers, store=store, progress=terminal)
+        shown = resolve_layers((asked or SHOWN_LAYERS[command])(measurement.layers), measurement.layers, label=ref.label)
+        models.append(model_result(measurement, options.circuit.value, shown, label=ref.label, scale=ref.scale, is_centered=is_centered))
     shared = {"raw": settings.raw} if settings.source == "weights" else {"center": settings.center, "skip_first": settings.skip_first}
-    return Results(command=command, source=settings.source, circuit=options.circuit.value, is_centered=options.centered, settings=shared, models=tuple(models))
+    return Results(command=command, source=settings.source, circuit=options.circuit.value, is_centered=is_centered, settings=shared, models=tuple(models))
+
+
+def _both(refs: Sequence[ModelRef], options: "Shared", settings: Settings, terminal: Terminal) -> tuple[Results, Results]:
+    """The effective ranks of all layers, uncentred and centred."""
+    plain = collect("effrank", refs, options, settings, terminal, is_centered=False)
+    return plain, collect("effrank", refs, options, settings, terminal, is_centered=True)
 
 
 def draw(results: Results) -> "Figure":
     """The figure of a command's results."""
     from headrank import figures
 
-    return {"heatmap": figures.heatmap_figure, "spectra": figures.spectra_figure, "effrank": figures.effrank_figure}[results.command](results)
+    functions = {
+        "heatmap": figures.heatmap_figure,
+        "spectra": figures.spectra_figure,
+        "variance": figures.variance_figure,
+        "effrank": figures.effrank_figure,
+    }
+    return functions[results.command](results)

@@ -15,7 +15,6 @@ from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from headrank.diversity import variance_explained
 from headrank.output import without_glyph_warnings
 from headrank.results import LayerResult, ModelResult, Results
 
@@ -189,7 +188,7 @@ def variance_figure(results: Results) -> Figure:
     return _layers_figure(
         results,
         title="Cumulative Variance Explained",
-        curve=lambda layer: None if layer.eigenvalues is None else np.cumsum(variance_explained(layer.eigenvalues)),
+        curve=lambda layer: layer.cumulative_variance,
         xlabel="Number of PCs",
         ylabel="Cumulative Variance Explained",
         line_at=0.9,

@@ -16,7 +16,7 @@ from headrank.gram import factored_gram
 from headrank.model import initialize
 
 OPERATIONS = 1e12  # spent on one null; the larger the geometry, the narrower its distribution, and the fewer draws it needs
-FEWEST, MOST = 16, 200
+FEWEST, MOST = 16, 64
 
 
 class RandomTwin:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
-import typer
 from typer.core import TyperCommand
 
 NUMBER = re.compile(r"-?\d+")
@@ -60,7 +59,7 @@ def spread(words: Sequence[str]) -> list[str]:
 class SpreadCommand(TyperCommand):
     """A command whose options may take several values after one flag."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, spread(args))
 
 

@@ -17,6 +17,7 @@ from headrank.diversity import (
     n_components,
     similarity,
     spectrum,
+    variance_explained,
 )
 from headrank.intervals import Z, interval, resampled_grams
 from headrank.store import LayerFacts, Measurement, ModelFacts
@@ -53,6 +54,11 @@ class LayerResult:
     def percent_of_attainable(self) -> float | None:
         """The effective rank as a percentage of the largest one possible."""
         return None if self.effective_rank is None else 100 * self.effective_rank / self.attainable
+
+    @property
+    def cumulative_variance(self) -> Array | None:
+        """[H]: the share of the variance that the first 1, 2, ... eigenvalues explain; None where they are all 0."""
+        return None if self.eigenvalues is None or self.effective_rank is None else np.cumsum(variance_explained(self.eigenvalues))
 
     @property
     def n_components(self) -> int | None:

@@ -96,7 +96,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "% of H-1": lambda row: _number(row.centered.mean("percent_of_attainable"), 1),
     "Null ": lambda row: _number(row.centered.null.mean if row.centered.null else None, 2),
     "Mean S": lambda row: _number(row.plain.mean("mean_off_diagonal"), 3),
-    "Max S": lambda row: f"{row.most_similar[0]:.3f} (L={row.most_similar[1]}: {row.most_similar[2][0]}, {row.most_similar[2][1]})" if row.most_similar else "-",
+    "Max S": lambda row: (
+        f"{row.most_similar[0]:.3f} (L={row.most_similar[1]}: {row.most_similar[2][0]}, {row.most_similar[2][1]})" if row.most_similar else "-"
+    ),
     "Dead": lambda row: str(row.n_dead),
     "KV B/token": lambda row: f"{row.kv_bytes_per_token:,}",
     "% of MHA": lambda row: _number(row.kv_percent_of_mha, 1),

@@ -69,6 +69,10 @@ def _model_document(model: ModelResult, command: str, *, with_tokens: bool) -> d
         entry["mean_effective_rank"] = model.mean("effective_rank")
         entry["percent_of_heads"] = model.mean("percent_of_heads")
         entry["percent_of_attainable"] = model.mean("percent_of_attainable")
+        if model.mean_interval is not None:
+            entry["interval"] = list(model.mean_interval)
+        if model.null is not None:
+            entry["null"] = {"mean": model.null.mean, "low": model.null.low, "high": model.null.high, "n_samples": model.null.n_samples}
         entry["layers_in_mean"] = sum(layer.effective_rank is not None for layer in model.layers)
         if not entry["layers_in_mean"]:
             entry["reason"] = "no layer has an effective rank"
@@ -86,6 +90,8 @@ def _layer_document(layer: LayerResult, model: ModelResult, command: str) -> dic
     if (facts.n_head, facts.n_kv_head) != (model.model.n_head, model.model.n_kv_head):
         entry["n_head"], entry["n_kv_head"] = facts.n_head, facts.n_kv_head
     entry["effective_rank"] = layer.effective_rank
+    if layer.interval is not None:
+        entry["interval"] = list(layer.interval)
     entry["percent_of_heads"] = layer.percent_of_heads
     entry["percent_of_attainable"] = layer.percent_of_attainable
     entry["n_components"] = layer.n_components
@@ -99,6 +105,8 @@ def _layer_document(layer: LayerResult, model: ModelResult, command: str) -> dic
         entry["reason"] = reason
     if command == "spectra":
         entry["eigenvalues"] = None if layer.eigenvalues is None else layer.eigenvalues.tolist()
+    if command == "variance":
+        entry["cumulative_variance"] = None if layer.cumulative_variance is None else layer.cumulative_variance.tolist()
     if command == "heatmap":
         entry["similarity"] = None if layer.similarity is None else layer.similarity.tolist()
     return entry
@@ -129,47 +137,61 @@ def rows(results: Results) -> tuple[tuple[str, ...], list[Row]]:
     columns = {
         "heatmap": ("head_i", "head_j", "similarity"),
         "spectra": ("index", "eigenvalue"),
-        "effrank": ("n_head", "effective_rank", "percent_of_heads", "percent_of_attainable", "dead_heads"),
+        "variance": ("n_components", "cumulative_variance"),
+        "effrank": ("n_head", "centered", "effective_rank", "low", "high", "percent_of_heads", "percent_of_attainable", "dead_heads"),
     }[results.command]
     table: list[Row] = []
     for model in results.models:
         for layer in model.layers:
             place = (model.label, model.scale, layer.facts.group, layer.facts.index)
-            values = list(_layer_rows(layer, results.command)) or [(None,) * len(columns)]
+            values = list(_layer_rows(layer, results)) or [(None,) * len(columns)]
             table.extend((*place, *row, _reason(layer)) for row in values)
     return ("label", "scale", "group", "layer", *columns, "reason"), table
 
 
-def _layer_rows(layer: LayerResult, command: str) -> Iterable[Row]:
-    if command == "effrank":
+def _layer_rows(layer: LayerResult, results: Results) -> Iterable[Row]:
+    if results.command == "effrank":
         dead = " ".join(map(str, layer.dead_heads))
-        return [(layer.facts.n_head, layer.effective_rank, layer.percent_of_heads, layer.percent_of_attainable, dead)]
-    if command == "spectra":
+        ends = layer.interval or (None, None)
+        centered = int(results.is_centered)
+        return [(layer.facts.n_head, centered, layer.effective_rank, *ends, layer.percent_of_heads, layer.percent_of_attainable, dead)]
+    if results.command == "spectra":
         return [] if layer.eigenvalues is None else list(enumerate(layer.eigenvalues.tolist(), 1))
+    if results.command == "variance":
+        return [] if layer.cumulative_variance is None else list(enumerate(layer.cumulative_variance.tolist(), 1))
     S = [] if layer.similarity is None else layer.similarity.tolist()
     return [(i, j, value) for i, row in enumerate(S) for j, value in enumerate(row)]
 
 
-def csv_text(results: Results) -> str:
-    """rows() as CSV (RFC 4180, but lines end in \\n): an undefined value is an empty field."""
-    columns, table = rows(results)
+def csv_text(*results: Results) -> str:
+    """rows() as CSV, of several results one after the other."""
+    (columns, table), *others = [rows(one) for one in results]
+    return csv_lines([columns, *table, *(row for _, more in others for row in more)])
+
+
+def csv_lines(lines: Iterable[Sequence[Any]]) -> str:
+    """Lines as CSV (RFC 4180, but lines end in \\n): an undefined value is an empty field."""
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerows([columns, *table])
+    csv.writer(buffer, lineterminator="\n").writerows(lines)
     return buffer.getvalue()
 
 
 def render(results: Results, console: Console) -> None:
-    """Prints a short table; where the console is too narrow for one, a block of lines a row."""
-    columns, table = {"heatmap": _heatmap_table, "spectra": _spectra_table, "effrank": _effrank_table}[results.command](results)
+    """Prints a short table and why values are undefined."""
+    functions = {"heatmap": _heatmap_table, "spectra": _spectra_table, "variance": _spectra_table, "effrank": _effrank_table}
+    print_cells(*functions[results.command](results), console)
+    for note in _notes(results):
+        console.print(Text(_printable(note, console)))
+
+
+def print_cells(columns: Sequence[str], table: Iterable[Sequence[str]], console: Console) -> None:
+    """Prints a table of texts; where the console is too narrow for one, a block of lines a row."""
     table = [tuple(_printable(cell, console) for cell in row) for row in table]
     widths = [max(len(row[i]) for row in (columns, *table)) for i in range(len(columns))]
     if sum(widths) + 2 * len(widths) <= console.width:
         _print_table(columns, table, console)
     else:
         _print_blocks(columns, table, console)
-    for note in _notes(results):
-        console.print(Text(_printable(note, console)))
 
 
 def _print_table(columns: Sequence[str], table: Iterable[Sequence[str]], console: Console) -> None:
