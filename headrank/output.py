@@ -2,10 +2,10 @@
 
 A result is several files (figure, CSV, JSON) that belong together, and no system call renames several files at once.
 So a new result is made whole in `.headrank/new`, and one rename, to `.headrank/commit`, decides that it takes the old one's place.
-What follows that rename can be repeated after any interruption: the files are moved out to their names, those of the old result
-that the new one does not have are removed, and manifest.json, which names the files of every result with their hashes, moves last.
-Killed before the deciding rename, the folder holds the old result; killed after it, the new one, which the next run puts in its
-place first thing. Between two moves, which lie microseconds apart, a reader sees files that manifest.json does not vouch for.
+What follows that rename can be repeated after any interruption: files that only the old result had are removed, the new ones are moved
+to their names, and manifest.json, which names the files of every result with their hashes, moves last. Killed before the deciding
+rename, the folder holds the old result; killed after it, the new one, which the next run puts in its place first thing. Between the
+first move and the last, some ten microseconds apart, a reader sees files that manifest.json does not vouch for.
 """
 
 import errno
@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +80,9 @@ class OutputFolder:
     def __init__(self, folder: Path, *, force: bool = False) -> None:
         """force: replace files that are not ours, too."""
         self.folder, self.force = folder, force
-        self._new = folder / ".headrank" / "new"
-        self._commit = folder / ".headrank" / "commit"
+        self._hidden = folder / ".headrank"
+        self._new = self._hidden / "new"
+        self._commit = self._hidden / "commit"
 
     def prepare(self, stem: str, suffixes: Iterable[str]) -> None:
         """Finds out, before anything is computed, whether save() will be able to write these files; leaves nothing behind.
@@ -89,13 +90,13 @@ class OutputFolder:
         Raises HeadrankError where the folder is none or cannot be written, or where a file of such a name is not ours.
         """
         with self._errors():
-            existing = [path for path in (self._commit.parent, self.folder, *self.folder.parents) if os.path.lexists(path)]
-            for path in existing[: 2 if existing[0] == self._commit.parent else 1]:
+            nearest = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
+            for path in (nearest, self._hidden) if os.path.lexists(self._hidden) else (nearest,):
                 if not path.is_dir():
                     raise HeadrankError(f"{path}: not a folder, so results cannot be written to {self.folder}; choose another with --out DIR")
                 with tempfile.TemporaryDirectory(prefix=".headrank-", dir=path) as probe:
                     (Path(probe) / "probe").write_bytes(bytes(4096))
-            with self._locked() if self._commit.parent.is_dir() else nullcontext():
+            with self._locked() if self._hidden.is_dir() else nullcontext():
                 self._take_place()
                 self._refuse_foreign(stem, [f"{stem}.{suffix}" for suffix in suffixes], self._results())
 
@@ -106,7 +107,7 @@ class OutputFolder:
         """
         named = {f"{stem}.{suffix}": content for suffix, content in files.items()}
         with self._errors():
-            self._commit.parent.mkdir(parents=True, exist_ok=True)
+            self._hidden.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 self._take_place()
                 results = self._results()
@@ -115,7 +116,7 @@ class OutputFolder:
                 manifest = {"program": "headrank", "schema": SCHEMA, "results": dict(sorted(results.items()))}
                 self._make_new({**named, MANIFEST: (json.dumps(manifest, indent=2) + "\n").encode()})
                 self._new.rename(self._commit)
-                _sync(self._commit.parent)
+                _sync(self._hidden)
                 try:
                     self._take_place()
                 except BaseException:  # Ctrl-C between two moves: finish them, then stop
@@ -144,15 +145,20 @@ class OutputFolder:
             return
         manifest = self._commit / MANIFEST
         if manifest.exists():
-            for path in sorted(self._commit.iterdir()):
-                if path.name != MANIFEST:
-                    path.replace(self.folder / path.name)
-            kept = _read_manifest(manifest) or {}
-            for stem, files in (_read_manifest(self.folder / MANIFEST) or {}).items():
-                for name in files.keys() - kept.get(stem, {}).keys():
-                    if self._is_ours(name, files):
-                        (self.folder / name).unlink()
-            manifest.replace(self.folder / MANIFEST)
+            # All reading is done first, so that the moves follow each other within microseconds. For the same reason
+            # the old files are held open: a file system takes milliseconds to free a file that a move replaces.
+            decided = _read_manifest(manifest) or {}
+            replaced = _read_manifest(self.folder / MANIFEST) or {}
+            dropped = [self.folder / name for stem, files in replaced.items() for name in files.keys() - decided.get(stem, {}) if self._is_ours(name, files)]
+            moves = [(path, self.folder / path.name) for path in self._commit.iterdir() if path != manifest] + [(manifest, self.folder / MANIFEST)]
+            with ExitStack() as held:
+                for path in (*dropped, *(target for _, target in moves)):
+                    if path.is_file():
+                        held.enter_context(path.open("rb"))
+                for path in dropped:
+                    path.unlink()
+                for path, target in moves:
+                    path.replace(target)
             _sync(self.folder)
         self._commit.rmdir()
 
@@ -183,7 +189,7 @@ class OutputFolder:
         """One process at a time; the others wait. The kernel frees the lock of a process that is killed."""
         import fcntl
 
-        with (self._commit.parent / "lock").open("ab") as file:
+        with (self._hidden / "lock").open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
