@@ -14,6 +14,7 @@ from headrank.checkpoints import Checkpoint
 from headrank.config import MODEL_TYPE, ModelConfig
 from headrank.errors import HeadrankError
 from headrank.model import load_decoder
+from headrank.moments import HeadMoments, linear_cka_gram
 from headrank.store import LayerFacts
 from headrank.tokens import Sequences
 
@@ -21,13 +22,16 @@ TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65536}  # where no batch size is asked 
 
 
 class Recorder:
-    """Sends what attention layers compute to their accumulators. One recorder a pass over all batches."""
+    """Sends what attention layers compute to their accumulators, those alone that were asked for. One recorder a pass over all batches."""
 
     def __init__(self, layers: Sequence[LayerFacts], circuits: Sequence[str], *, n_groups: int) -> None:
+        """circuits: names of the Gram matrices to make, see headrank.measures."""
         self.layers = {layer.key: layer for layer in layers}
         self.circuits, self.n_groups = circuits, n_groups
         self._scores: dict[str, ScoreGram] = {}
         self._outputs: dict[str, OutputGram] = {}
+        self._moments: dict[str, HeadMoments] = {}
+        self._projections: dict[str, Tensor] = {}
         self._groups = torch.empty(0, dtype=torch.long)
         self._keep: Tensor | None = None
 
@@ -41,8 +45,8 @@ class Recorder:
             self._keep = self._keep.gather(1, order)
 
     def wants(self, key: str, circuit: str) -> bool:
-        """Whether a layer's scores (qk) or outputs (ov) are to be counted."""
-        return key in self.layers and circuit in self.circuits
+        """Whether a layer's scores (qk), outputs (ov), keys or values are to be counted."""
+        return key in self.layers and (circuit in self.circuits or (circuit == "ov" and "cka" in self.circuits))
 
     def scores(self, key: str, q: Tensor, k: Tensor, *, scaling: float, **settings: Any) -> None:
         """Counts one batch of a layer's scores; q, k and the settings are those of ScoreGram.add."""
@@ -58,18 +62,42 @@ class Recorder:
 
     def outputs(self, key: str, z: Tensor, W_O: Callable[[], Tensor]) -> None:
         """Counts one batch of what a layer's heads hand to the output projection. z: [B, T, H, D_v]; W_O() is [H, D_v, d_model]."""
-        if key not in self._outputs:
-            self._outputs[key] = OutputGram(W_O().detach(), self.n_groups)
-        self._outputs[key].add(z, groups=self._groups, keep=self._keep)
+        if "cka" in self.circuits:
+            self._projections.setdefault(key, W_O().detach())
+            self._count(f"cka/{key}", z)
+        if "ov" in self.circuits:
+            if key not in self._outputs:
+                self._outputs[key] = OutputGram(W_O().detach(), self.n_groups)
+            self._outputs[key].add(z, groups=self._groups, keep=self._keep)
+
+    def keys(self, key: str, k: Tensor) -> None:
+        """Counts one batch of a layer's keys, as they enter the scores: [B, G, T, D]."""
+        self._count(f"keys/{key}", k.transpose(1, 2))
+
+    def values(self, key: str, v: Tensor) -> None:
+        """Counts one batch of a layer's values: [B, G, T, D_v]."""
+        self._count(f"values/{key}", v.transpose(1, 2))
+
+    def _count(self, name: str, x: Tensor) -> None:
+        if self._keep is not None and x.shape[:2] != self._keep.shape:
+            raise HeadrankError(f"{name}: these are {x.shape[1]} vectors a sequence, not one a token, so none can be left out; use --measure operator")
+        if name not in self._moments:
+            self._moments[name] = HeadMoments(x.shape[2], x.shape[3], x.device)
+        self._moments[name].add(x, keep=self._keep)
 
     def grams(self, *, center: bool) -> dict[str, NDArray[np.float64]]:
         """'qk/3' -> [S, H, H]. Raises HeadrankError where a layer that was asked for was never seen."""
         found = {f"qk/{key}": scores.grams() for key, scores in self._scores.items()}
         found |= {f"ov/{key}": outputs.grams(center=center) for key, outputs in self._outputs.items()}
+        found |= {name: self._linear_cka(name, moments)[None] for name, moments in self._moments.items()}
         wanted = [f"{circuit}/{key}" for circuit in self.circuits for key in self.layers]
         if missing := [name for name in wanted if name not in found]:
             raise HeadrankError(f"the forward pass never came to {', '.join(missing)}; use --source weights")
         return {name: found[name].cpu().numpy() for name in wanted}
+
+    def _linear_cka(self, name: str, moments: HeadMoments) -> Tensor:
+        key = name.partition("/")[2]
+        return linear_cka_gram(moments.covariance(), n_head=self.layers[key].n_head, W_O=self._projections[key] if name.startswith("cka/") else None)
 
 
 class Runner(Protocol):
@@ -84,11 +112,25 @@ class DecoderRunner:
 
     def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
         config = ModelConfig.from_dict(checkpoint.config, where=f"{checkpoint.path}/{checkpoint.config_name}")
-        self.model = load_decoder(config, checkpoint.read, device=device, dtype=dtype, where=str(checkpoint.path))
+        self.model = load_decoder(config, checkpoint.read, names=checkpoint.tensors.keys(), device=device, dtype=dtype, where=str(checkpoint.path))
 
     @torch.no_grad()
     def run(self, ids: Tensor, valid: Tensor | None, recorder: Recorder, *, last_layer: int) -> None:
-        self.model.hidden(ids, valid=valid, probe=_DecoderProbe(self.model, recorder, valid), last_layer=last_layer)
+        config = self.model.config
+        hooks = []
+        for layer, block in enumerate(self.model.blocks):
+            if recorder.wants(str(layer), "values"):
+
+                def hook(module: Any, args: Any, v: Tensor, key: str = str(layer)) -> None:
+                    v = v if v.ndim == 4 else v.unflatten(-1, (config.n_head, config.d_head))  # MLA's is one flat projection
+                    recorder.values(key, v.transpose(1, 2))
+
+                hooks.append(block.attn.c_v.register_forward_hook(hook))
+        try:
+            self.model.hidden(ids, valid=valid, probe=_DecoderProbe(self.model, recorder, valid), last_layer=last_layer)
+        finally:
+            for handle in hooks:
+                handle.remove()
 
 
 def load_runner(checkpoint: Checkpoint, architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> Runner:
@@ -107,6 +149,8 @@ class _DecoderProbe:
     def scores(self, layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
         if self.recorder.wants(str(layer), "qk"):
             self.recorder.scores(str(layer), q, k, scaling=scaling)
+        if self.recorder.wants(str(layer), "keys"):
+            self.recorder.keys(str(layer), k)
 
     def outputs(self, layer: int, z: Tensor) -> None:
         if self.recorder.wants(str(layer), "ov"):

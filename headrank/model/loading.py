@@ -1,7 +1,7 @@
 """A decoder from nothing, from random numbers, or from a checkpoint, held in memory once."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -37,21 +37,35 @@ def initialize(name: str, shape: torch.Size, config: ModelConfig, *, seed: int) 
     return values.mul_(sigma)
 
 
-def load_decoder(config: ModelConfig, read: Callable[[str], Tensor], *, device: torch.device, dtype: torch.dtype, where: str) -> Decoder:
+def load_decoder(
+    config: ModelConfig, read: Callable[[str], Tensor], *, names: Collection[str], device: torch.device, dtype: torch.dtype, where: str
+) -> Decoder:
     """A decoder filled tensor by tensor, so that the weights are held once.
 
-    read returns a named tensor, best memory-mapped. Raises HeadrankError where a shape contradicts the geometry; where names the file.
+    read returns a tensor by its name, best memory-mapped; names are those it knows. Raises HeadrankError where a parameter is
+    missing, has another shape or is quantised, and where a tensor is left over: a decoder without it would compute something else.
     """
     with torch.device("meta"):
         model = Decoder(config)
+    wanted = [name for name, _ in model.named_parameters()]
+    if missing := [name for name in wanted if name not in names]:
+        raise HeadrankError(f"{where}: no tensor {missing[0]}{_and_more(missing)}; a forward pass needs the whole decoder")
+    if stray := sorted(set(names) - set(wanted)):
+        raise HeadrankError(f"{where}: tensor {stray[0]}{_and_more(stray)} is no part of this decoder, so its forward pass is another; use --source weights")
 
     def take(name: str, like: Tensor) -> Tensor:
         tensor = read(name)
         if tensor.shape != like.shape:
             raise HeadrankError(f"{where}: {name} has shape {list(tensor.shape)}, but config.json means {list(like.shape)}")
+        if not tensor.is_floating_point():
+            raise HeadrankError(f"{where}: {name} holds {str(tensor.dtype).removeprefix('torch.')}, quantised numbers whose scales are not known")
         return tensor.to(device=device, dtype=dtype)
 
     return _fill(model, take).eval().requires_grad_(False)
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _fill(model: Decoder, value: Callable[[str, Tensor], Tensor]) -> Decoder:
