@@ -4,7 +4,7 @@ Figures are made with matplotlib.figure.Figure: no pyplot, so no display, no bac
 """
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -81,16 +81,14 @@ def spectra_figure(results: Results) -> Figure:
     kind = "PCA Eigenvalue Spectra" if results.is_centered else "Eigenvalue Spectra"
     return _layers_figure(
         results,
+        "eigenvalues",
         title=f"{kind} of Head Similarity Matrices",
-        curve=lambda layer: layer.eigenvalues,
         xlabel="PC Index" if results.is_centered else "Eigenvalue Index",
         ylabel="Variance (PCA Eigenvalue)" if results.is_centered else "Eigenvalue",
     )
 
 
-def _layers_figure(
-    results: Results, *, title: str, curve: Callable[[LayerResult], np.ndarray | None], xlabel: str, ylabel: str, line_at: float | None = None
-) -> Figure:
+def _layers_figure(results: Results, quantity: str, *, title: str, xlabel: str, ylabel: str, line_at: float | None = None) -> Figure:
     """A curve over the index of eigenvalues, a panel a layer and a line a model; a row of panels a scale."""
     scales = _by_scale(results)
     grid = _rows([[(models, place) for place in range(max(len(model.layers) for model in models))] for models in scales.values()], 4)
@@ -105,10 +103,12 @@ def _layers_figure(
             ax.set_title(f"{models[0].scale}: {name}" if models[0].scale and len(scales) > 1 else name, fontsize=11)
             for model in models:
                 if place < len(model.layers):
-                    values = curve(model.layers[place])
+                    values = getattr(model.layers[place], quantity)
                     label = model.label if values is not None else f"{model.label} (no numbers)"
                     y = np.array([]) if values is None else values
-                    _draw_line(ax, np.arange(1, len(y) + 1), y, label, looks[model.label])
+                    x = np.arange(1, len(y) + 1)
+                    _draw_line(ax, x, y, label, looks[model.label])
+                    _shade(ax, x, model.layers[place].intervals.get(quantity), looks[model.label])
             if line_at is not None:
                 ax.axhline(line_at, color="grey", linestyle="--", linewidth=1.2, label=f"{100 * line_at:.0f} %")
             ax.set_xlabel(xlabel)
@@ -170,12 +170,10 @@ def _draw_ranks(ax: Axes, models: Sequence[ModelResult], looks: dict[str, tuple[
         ranks = np.array([np.nan if layer.effective_rank is None else layer.effective_rank for layer in layers])
         label = f"{name} (undefined)" if np.isnan(ranks).all() else name
         _draw_line(ax, x, ranks, label, looks[name])
-        ends = np.array([layer.interval or (np.nan, np.nan) for layer in layers])
-        if not np.isnan(ends).all():
-            ax.fill_between(x, ends[:, 0], ends[:, 1], color=looks[name][0], alpha=0.2, linewidth=0)
+        _shade(ax, x, np.array([layer.interval or (np.nan, np.nan) for layer in layers]), looks[name])
         if model.null is not None:
-            for end in (model.null.low, model.null.high):
-                ax.axhline(end, color=looks[name][0], linestyle=":", linewidth=1)
+            ends_of_null = [model.null.low, model.null.high]
+            ax.hlines(ends_of_null, 0, 1, transform=ax.get_yaxis_transform(), color=looks[name][0], linestyle=":", linewidth=1)
     ax.axhline(1, color="grey", linestyle="--", linewidth=1.2, label=REDUNDANT)
     ax.set_xlabel("Layer")
     ax.set_ylabel("Effective Rank")
@@ -187,11 +185,11 @@ def variance_figure(results: Results) -> Figure:
     """Cumulative variance explained against the number of components, a panel a layer, with the 90 % line (Figs. 12 and 13)."""
     return _layers_figure(
         results,
+        "cumulative_variance",
         title="Cumulative Variance Explained",
-        curve=lambda layer: layer.cumulative_variance,
+        line_at=0.9,
         xlabel="Number of PCs",
         ylabel="Cumulative Variance Explained",
-        line_at=0.9,
     )
 
 
@@ -238,6 +236,12 @@ def _draw_line(ax: Axes, x: np.ndarray, y: np.ndarray, label: str, look: tuple[s
     ax.plot(x, y, label=label, color=color, linestyle=dashes, linewidth=1.5, marker="o", markersize=3, markevery=marked.tolist())
 
 
+def _shade(ax: Axes, x: np.ndarray, ends: np.ndarray | None, look: tuple[str, str]) -> None:
+    """Shades the intervals [n, 2] of a line's points."""
+    if ends is not None and not np.isnan(ends).all():
+        ax.fill_between(x, ends[:, 0], ends[:, 1], color=look[0], alpha=0.2, linewidth=0)
+
+
 def _set_limits(ax: Axes, first: int, last: int) -> None:
     """Whole numbers from first to last across, with no room for a tick beyond them; upwards from 0."""
     margin = min(0.5, 0.03 * (last - first)) or 0.5
@@ -277,7 +281,7 @@ def _clear(ax: Axes, legend: Legend) -> None:
     behind = [np.nan]
     for line in ax.lines:
         x, y = np.asarray(line.get_xdata(), dtype=float), np.asarray(line.get_ydata(), dtype=float)
-        if len(x) and line.get_linestyle() not in ("--", ":"):
+        if len(x) and line.get_linestyle() != "--":
             behind.extend([*y[(x >= left) & (x <= right)], *np.interp([left, right], x, y, left=np.nan, right=np.nan)])
     if np.isnan(behind).all():
         return
@@ -310,7 +314,7 @@ def _caption(figure: Figure, results: Results, *, is_centered: bool | None) -> N
         parts.append(text if all(tokens == first for tokens in fed) else "tokens differ by model")
     if results.command == "heatmap" and any(layer.dead_heads for model in results.models for layer in model.layers):
         parts.append("hatched: dead heads")
-    if results.command == "effrank" and any(layer.interval for model in results.models for layer in model.layers):
+    if results.command != "heatmap" and any(layer.intervals for model in results.models for layer in model.layers):
         parts.append("shaded: 95 % over sequences")
     if results.command == "effrank" and any(model.null for model in results.models):
         parts.append("dotted: 95 % of random heads")

@@ -1,7 +1,7 @@
 """How sure a number is: bootstrap intervals over sequences, from the Gram matrices that groups of sequences keep."""
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from headrank.diversity import Array
 
@@ -22,18 +22,16 @@ def resampled_grams(grams: Array) -> Array | None:
     return np.tensordot(draws.astype(np.float64), grams, axes=1)
 
 
-def interval(estimate: float, resampled: NDArray[np.float64], n_groups: int, *, low: float, high: float) -> tuple[float, float] | None:
-    """A 95 % interval for a number, within [low, high]; None where a resample left it undefined.
+def interval(estimate: ArrayLike, resampled: Array, n_groups: int, *, low: float, high: float) -> Array:
+    """95 % intervals of numbers, [..., 2], within [low, high]; NaN where a resample left the number undefined.
 
-    estimate: from all groups. resampled: [B], the same from bootstrap samples. A resample repeats sequences, which makes noise
-    look like structure and biases the rank of nearly orthogonal heads down; so the interval is estimate - bias +- t sd with the
-    bias and the standard deviation of the resamples (Efron and Tibshirani 1993, ch. 10 and 12), the latter times
+    estimate: [...], from all groups. resampled: [B, ...], the same from bootstrap samples. A resample repeats sequences, which makes
+    noise look like structure and biases the rank of nearly orthogonal heads down; so the interval is estimate - bias +- t sd with
+    the bias and the standard deviation of the resamples (Efron and Tibshirani 1993, ch. 10 and 12), the latter times
     sqrt(S / (S - 1)), and Student's quantile for S - 1 degrees of freedom. Percentiles of the resamples themselves held the true
     value in as few as 35 % of trials with 16 short sequences.
     """
-    if np.isnan(resampled).any() or np.isnan(estimate):
-        return None
-    center = 2 * estimate - float(resampled.mean())
+    center = 2 * np.asarray(estimate, dtype=np.float64) - resampled.mean(0)
     t = Z + (Z**3 + Z) / (4 * (n_groups - 1))  # first terms of the Cornish-Fisher expansion
-    half = t * float(resampled.std()) * (n_groups / (n_groups - 1)) ** 0.5
-    return float(np.clip(center - half, low, high)), float(np.clip(center + half, low, high))
+    half = t * resampled.std(0) * (n_groups / (n_groups - 1)) ** 0.5
+    return np.clip(np.stack([center - half, center + half], -1), low, high)

@@ -1,7 +1,7 @@
 """Measurement -> the numbers that tables, figures and documents show."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,15 @@ class LayerResult:
     most_similar: tuple[float, tuple[int, int]] | None = None
     """The largest off-diagonal similarity and its pair of heads."""
     reason: str | None = None
-    interval: tuple[float, float] | None = None
-    """95 % interval of the effective rank over sequences; None from weights, and where there are too few sequences."""
-    resampled: Array | None = None
-    """[B]: the effective rank of bootstrap samples, the same samples for all layers of a model."""
+    intervals: Mapping[str, Array] = field(default_factory=dict)
+    """Name of a quantity -> its 95 % interval over sequences, [..., 2]; empty from weights, and where there are too few sequences."""
+    resampled: Mapping[str, Array] = field(default_factory=dict)
+    """Name of a quantity -> [B]: its values in bootstrap samples, the same samples for all layers of a model."""
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of the effective rank over sequences, where there is one."""
+        return _ends(self.intervals["effective_rank"]) if "effective_rank" in self.intervals else None
 
     @property
     def percent_of_heads(self) -> float | None:
@@ -93,15 +98,15 @@ class ModelResult:
     null: Null | None = None
     """What the effective rank of random heads of the same geometry is."""
 
-    @property
-    def mean_interval(self) -> tuple[float, float] | None:
-        """95 % interval of the mean effective rank over layers; None where a layer that is in the mean has none."""
-        defined = [layer for layer in self.layers if layer.effective_rank is not None]
-        samples = [layer.resampled for layer in defined if layer.resampled is not None]
+    def mean_interval(self, quantity: str) -> tuple[float, float] | None:
+        """95 % interval of mean(quantity); None where a layer that is in the mean has none."""
+        defined = [layer for layer in self.layers if getattr(layer, quantity) is not None]
+        samples = [layer.resampled[quantity] for layer in defined if quantity in layer.resampled]
         if not samples or len(samples) < len(defined):
             return None
-        highest = float(np.mean([layer.attainable for layer in defined]))
-        return interval(float(np.mean([layer.effective_rank for layer in defined])), np.mean(samples, 0), self.n_groups, low=1.0, high=highest)
+        estimate = np.mean([getattr(layer, quantity) for layer in defined])
+        lowest, highest = (1.0, float(np.mean([layer.attainable for layer in defined]))) if quantity == "effective_rank" else (-1.0, 1.0)
+        return _ends(interval(estimate, np.mean(samples, 0), self.n_groups, low=lowest, high=highest))
 
     def mean(self, quantity: str) -> float | None:
         """Mean of a LayerResult's quantity over the layers where it is defined; None where it is nowhere."""
@@ -142,10 +147,7 @@ def layer_result(grams: Array | None, facts: LayerFacts, *, is_centered: bool, f
     eigenvalues = spectrum(centered(S) if is_centered else S)
     rank = float(effective_rank(eigenvalues))
     mean = float(mean_off_diagonal(S))
-    samples = resampled_grams(grams)
-    if samples is not None:
-        cosines = similarity(samples)
-        resampled = effective_rank(spectrum(centered(cosines) if is_centered else cosines))
+    intervals, resampled = _resample(grams, S, eigenvalues, is_centered=is_centered)
     return LayerResult(
         facts=facts,
         similarity=S,
@@ -156,9 +158,36 @@ def layer_result(grams: Array | None, facts: LayerFacts, *, is_centered: bool, f
         mean_off_diagonal=None if np.isnan(mean) else mean,
         most_similar=most_similar_pair(S),
         reason=_undefined(facts, is_centered=is_centered) if np.isnan(rank) else None,
-        interval=None if samples is None else interval(rank, resampled, len(grams), low=1.0, high=float(attainable)),
-        resampled=None if samples is None else resampled,
+        intervals=intervals,
+        resampled=resampled,
     )
+
+
+def _resample(grams: Array, S: Array, eigenvalues: Array, *, is_centered: bool) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Intervals of a layer's numbers over its groups of sequences, and the bootstrap's values of those that are averaged over layers."""
+    samples = resampled_grams(grams)
+    if samples is None:
+        return {}, {}
+    H = S.shape[-1]
+    cosines = similarity(samples)
+    spectra = spectrum(centered(cosines) if is_centered else cosines)
+    numbers = {
+        "effective_rank": (effective_rank(eigenvalues), effective_rank(spectra), 1.0, attainable_rank(H, is_centered=is_centered)),
+        "mean_off_diagonal": (mean_off_diagonal(S), mean_off_diagonal(cosines), -1.0, 1.0),
+        "eigenvalues": (eigenvalues, spectra, 0.0, H),
+        "cumulative_variance": (np.cumsum(variance_explained(eigenvalues)), np.cumsum(variance_explained(spectra), -1), 0.0, 1.0),
+    }
+    if H > 1:
+        rows, columns = np.triu_indices(H, 1)
+        pairs = cosines[:, rows, columns].max(-1)
+        numbers["largest_off_diagonal"] = (S[rows, columns].max(), pairs, -1.0, 1.0)
+    intervals = {name: interval(estimate, values, len(grams), low=low, high=high) for name, (estimate, values, low, high) in numbers.items()}
+    defined = {name: ends for name, ends in intervals.items() if not np.isnan(ends).any()}
+    return defined, {name: numbers[name][1] for name in defined if numbers[name][1].ndim == 1}
+
+
+def _ends(ends: Array) -> tuple[float, float]:
+    return float(ends[0]), float(ends[1])
 
 
 def _undefined(facts: LayerFacts, *, is_centered: bool) -> str:

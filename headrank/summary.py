@@ -67,16 +67,21 @@ def row_document(row: Row) -> dict[str, Any]:
         }
         if part["mean_effective_rank"] is None:
             part["reason"] = next((layer.reason for layer in result.layers if layer.reason), "no layer has an effective rank")
-        if result.mean_interval is not None:
-            part["interval"] = list(result.mean_interval)
+        if ends := result.mean_interval("effective_rank"):
+            part["interval"] = list(ends)
         if result.null is not None:
             part["null"] = {"mean": result.null.mean, "low": result.null.low, "high": result.null.high, "n_samples": result.null.n_samples}
         entry[name] = part
     entry["mean_off_diagonal"] = row.plain.mean("mean_off_diagonal")
+    if ends := row.plain.mean_interval("mean_off_diagonal"):
+        entry["mean_off_diagonal_interval"] = list(ends)
     entry["most_similar"] = None
     if row.most_similar is not None:
         value, layer, heads = row.most_similar
         entry["most_similar"] = {"similarity": value, "layer": layer, "heads": list(heads)}
+        largest = next(one for one in row.plain.layers if one.facts.key == layer).intervals.get("largest_off_diagonal")
+        if largest is not None:
+            entry["most_similar"]["interval"] = largest.tolist()
     else:
         entry["reason"] = "one head: there are no pairs"
     entry["dead_heads"] = row.n_dead
@@ -126,11 +131,8 @@ def latex(rows: Sequence[Row]) -> str:
 
 
 def _ranked(model: ModelResult) -> str:
-    mean = model.mean("effective_rank")
-    if mean is None or model.mean_interval is None:
-        return _number(mean, 2)
-    low, high = model.mean_interval
-    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+    mean, ends = model.mean("effective_rank"), model.mean_interval("effective_rank")
+    return _number(mean, 2) if mean is None or ends is None else f"{mean:.2f} [{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,7 @@ from rich.text import Text
 from headrank.results import LayerResult, ModelResult, Results
 
 SCHEMA = 1
+CURVES = {"spectra": "eigenvalues", "variance": "cumulative_variance"}  # command -> the quantity that it shows over the eigenvalues' index
 Row = tuple[str | int | float | None, ...]
 
 
@@ -69,8 +71,8 @@ def _model_document(model: ModelResult, command: str, *, with_tokens: bool) -> d
         entry["mean_effective_rank"] = model.mean("effective_rank")
         entry["percent_of_heads"] = model.mean("percent_of_heads")
         entry["percent_of_attainable"] = model.mean("percent_of_attainable")
-        if model.mean_interval is not None:
-            entry["interval"] = list(model.mean_interval)
+        if ends := model.mean_interval("effective_rank"):
+            entry["interval"] = list(ends)
         if model.null is not None:
             entry["null"] = {"mean": model.null.mean, "low": model.null.low, "high": model.null.high, "n_samples": model.null.n_samples}
         entry["layers_in_mean"] = sum(layer.effective_rank is not None for layer in model.layers)
@@ -90,8 +92,6 @@ def _layer_document(layer: LayerResult, model: ModelResult, command: str) -> dic
     if (facts.n_head, facts.n_kv_head) != (model.model.n_head, model.model.n_kv_head):
         entry["n_head"], entry["n_kv_head"] = facts.n_head, facts.n_kv_head
     entry["effective_rank"] = layer.effective_rank
-    if layer.interval is not None:
-        entry["interval"] = list(layer.interval)
     entry["percent_of_heads"] = layer.percent_of_heads
     entry["percent_of_attainable"] = layer.percent_of_attainable
     entry["n_components"] = layer.n_components
@@ -101,12 +101,14 @@ def _layer_document(layer: LayerResult, model: ModelResult, command: str) -> dic
         value, pair = layer.most_similar
         entry["most_similar"] = {"similarity": value, "heads": list(pair)}
     entry["dead_heads"] = list(layer.dead_heads)
+    shown = {"effective_rank", "mean_off_diagonal", "largest_off_diagonal", CURVES.get(command)}
+    if layer.intervals:
+        entry["intervals"] = {name: ends.tolist() for name, ends in layer.intervals.items() if name in shown}
     if reason := _reason(layer):
         entry["reason"] = reason
-    if command == "spectra":
-        entry["eigenvalues"] = None if layer.eigenvalues is None else layer.eigenvalues.tolist()
-    if command == "variance":
-        entry["cumulative_variance"] = None if layer.cumulative_variance is None else layer.cumulative_variance.tolist()
+    if command in CURVES:
+        values = getattr(layer, CURVES[command])
+        entry[CURVES[command]] = None if values is None else values.tolist()
     if command == "heatmap":
         entry["similarity"] = None if layer.similarity is None else layer.similarity.tolist()
     return entry
@@ -136,8 +138,8 @@ def rows(results: Results) -> tuple[tuple[str, ...], list[Row]]:
     """Names of columns, and rows: one a pair of heads (heatmap), an eigenvalue (spectra) or a layer (effrank)."""
     columns = {
         "heatmap": ("head_i", "head_j", "similarity"),
-        "spectra": ("index", "eigenvalue"),
-        "variance": ("n_components", "cumulative_variance"),
+        "spectra": ("index", "eigenvalue", "low", "high"),
+        "variance": ("n_components", "cumulative_variance", "low", "high"),
         "effrank": ("n_head", "centered", "effective_rank", "low", "high", "percent_of_heads", "percent_of_attainable", "dead_heads"),
     }[results.command]
     table: list[Row] = []
@@ -152,13 +154,13 @@ def rows(results: Results) -> tuple[tuple[str, ...], list[Row]]:
 def _layer_rows(layer: LayerResult, results: Results) -> Iterable[Row]:
     if results.command == "effrank":
         dead = " ".join(map(str, layer.dead_heads))
-        ends = layer.interval or (None, None)
+        low, high = layer.interval or (None, None)
         centered = int(results.is_centered)
-        return [(layer.facts.n_head, centered, layer.effective_rank, *ends, layer.percent_of_heads, layer.percent_of_attainable, dead)]
-    if results.command == "spectra":
-        return [] if layer.eigenvalues is None else list(enumerate(layer.eigenvalues.tolist(), 1))
-    if results.command == "variance":
-        return [] if layer.cumulative_variance is None else list(enumerate(layer.cumulative_variance.tolist(), 1))
+        return [(layer.facts.n_head, centered, layer.effective_rank, low, high, layer.percent_of_heads, layer.percent_of_attainable, dead)]
+    if results.command in CURVES:
+        values = getattr(layer, CURVES[results.command])
+        ends = layer.intervals.get(CURVES[results.command])
+        return [] if values is None else [(i, values[i - 1], *((None, None) if ends is None else ends[i - 1])) for i in range(1, len(values) + 1)]
     S = [] if layer.similarity is None else layer.similarity.tolist()
     return [(i, j, value) for i, row in enumerate(S) for j, value in enumerate(row)]
 
@@ -187,7 +189,7 @@ def render(results: Results, console: Console) -> None:
 def print_cells(columns: Sequence[str], table: Iterable[Sequence[str]], console: Console) -> None:
     """Prints a table of texts; where the console is too narrow for one, a block of lines a row."""
     table = [tuple(_printable(cell, console) for cell in row) for row in table]
-    widths = [max(len(row[i]) for row in (columns, *table)) for i in range(len(columns))]
+    widths = [max(cell_len(row[i]) for row in (columns, *table)) for i in range(len(columns))]
     if sum(widths) + 2 * len(widths) <= console.width:
         _print_table(columns, table, console)
     else:
@@ -236,7 +238,7 @@ def _heatmap_table(results: Results) -> tuple[tuple[str, ...], list[tuple[str, .
     for model in results.models:
         for layer in model.layers:
             largest = "{:.3f} ({}, {})".format(layer.most_similar[0], *layer.most_similar[1]) if layer.most_similar else "-"
-            dead = ", ".join(map(str, layer.dead_heads)) or "none"
+            dead = "-" if layer.similarity is None else ", ".join(map(str, layer.dead_heads)) or "none"
             table.append((_name(model, results), layer.facts.key, _number(layer.mean_off_diagonal, 3), largest, _number(layer.effective_rank, 2), dead))
     return ("Model", "Layer", "Mean off-diagonal", "Largest (heads)", "Effective rank", "Dead"), table
 
