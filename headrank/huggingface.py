@@ -32,10 +32,27 @@ from headrank.tokens import load_tokenizer
 NAME = "headrank"  # in the registry; no part of it may be the name of one of the library's own functions
 PROBE_TOKENS = 8
 PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "Wo", "out_lin", "o")  # attributes that hold an output projection
+# Architectures with attention of their own, whose softmax (or call of torch's fused attention) gets nothing but scores by head: tested one by one.
+SERVED_AT_THE_SOFTMAX = {
+    "bloom",
+    "deberta",
+    "deberta-v2",
+    "falcon",
+    "flaubert",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "megatron-bert",
+    "mpnet",
+    "mpt",
+    "rembert",
+    "roformer",
+    "xglm",
+    "xlm",
+}
 HARMLESS = {  # keywords of attention functions that change no number here: the mask holds them, or other kernels alone read them
     "sliding_window",
-    "indices",
     "position_ids",
+    "use_cache",
     "cache_position",
     "layer_idx",
     "deterministic",
@@ -53,11 +70,17 @@ class TransformersRunner:
     """A transformers model, ready to be run over batches: headrank.forward.Runner."""
 
     def __init__(self, model: Any, *, name: str = "") -> None:
-        """model: a transformers model, loaded with an implementation of attention of the library's own. name: for messages."""
+        """model: a transformers model, loaded with an implementation of attention of the library's own; it is switched to ours. name: for messages.
+
+        Raises HeadrankError where the architecture bypasses the registry and is not among those served otherwise.
+        """
         self.model = model.base_model.eval()
         self.name = name or type(model).__name__
         self.paths = {module: path for path, module in self.model.named_modules()}
-        self.bypasses = not _switch(self.model)
+        self.bypasses = not type(self.model)._can_set_attn_implementation()
+        if self.bypasses and self.model.config.model_type not in SERVED_AT_THE_SOFTMAX:
+            raise self.refusal("it bypasses transformers' attention functions")
+        self.model.config.use_cache = False  # where the forward pass takes no such argument
         self.places: dict[tuple[str, int], LayerFacts] = {}
 
     @classmethod
@@ -66,10 +89,22 @@ class TransformersRunner:
         return cls(load_model(path, dtype=dtype, gguf_file=gguf_file).to(device), name=str(path))
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows are below this."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens in the longest sequence that the model takes, where its config says so."""
+        config = self.model.config.get_text_config()
+        named = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
+        return next((length for length in named if isinstance(length, int) and length > 0), None)
+
+    @property
     def layers(self) -> tuple[LayerFacts, ...]:
         """The layers with attention, in the order in which they are called; a short pass finds them where none has been made."""
         if not self.places:
-            self._look(self._inputs(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=self.model.device), None))
+            self._look(None)
         return tuple(self.places.values())
 
     def run(self, ids: Tensor, valid: Tensor | None, recorder: Recorder, *, last_layer: int) -> None:
@@ -83,7 +118,7 @@ class TransformersRunner:
             ids, valid = ids.gather(1, order), valid.gather(1, order)
             recorder.move_tokens(order)
         if not self.places:
-            self._look(self._inputs(ids[:1, :PROBE_TOKENS], None))
+            self._look(None)
         self._forward(self._inputs(ids, valid), _Recording(self, recorder))
 
     def feed(self, inputs: Mapping[str, Tensor], recorder: Recorder) -> None:
@@ -124,14 +159,52 @@ class TransformersRunner:
                 inputs["decoder_attention_mask"] = inputs["attention_mask"]
         return inputs
 
-    def _look(self, inputs: Mapping[str, Tensor]) -> None:
-        """Finds which attention modules are called, in which order, and checks that their projections are matrices."""
-        probe = _Probe(self)
-        self._forward(inputs, probe)
+    def _look(self, inputs: Mapping[str, Tensor] | None) -> None:
+        """Short passes that find which attention modules are called, and in which order, and check that nothing else changed by watching them.
+
+        inputs: what to feed; where None, two short sequences, one of them padded.
+        """
+        variants: list[tuple[Mapping[str, Tensor], Tensor | None]]
+        if inputs is not None:
+            variants = [(inputs, None)]
+        else:
+            middle = torch.arange(2 * PROBE_TOKENS, device=self.model.device).view(2, -1) + self.vocab_size // 2  # special tokens are at the ends
+            ids, valid = middle % self.vocab_size, torch.ones_like(middle, dtype=torch.bool)
+            valid[1, PROBE_TOKENS - 3 :] = False
+            variants = [(self._inputs(ids, valid), valid), (self._inputs(ids, None), None)]
+        if not self.bypasses:
+            if self.model.config._attn_implementation == NAME:
+                self._switch("eager")
+            stock = [self._forward(its, _Watch(self)) for its, _ in variants]
+            self._switch(NAME)
+        for order, (its, valid) in enumerate(variants):
+            probe = _Probe(self)
+            seen = self._forward(its, probe)
+            if not self.bypasses:
+                self._check_unchanged(stock[order], seen, valid)
         self.places = _places(probe.calls, self)
+        if probe.unprojected:
+            raise self.refusal(f"the output projection of {min(probe.unprojected)} is not called")
+
+    def _switch(self, implementation: str) -> None:
+        _register()
+        with _quiet():
+            self.model.set_attn_implementation(implementation)
+        if self.model.config._attn_implementation != implementation:
+            raise self.refusal("its attention function cannot be switched")
+
+    def _check_unchanged(self, stock: Tensor, switched: Tensor, valid: Tensor | None) -> None:
+        """An architecture that goes through the registry in parts of it only, or counts on a default, computes something else when switched."""
+        if valid is not None and stock.shape[:2] == valid.shape:
+            stock, switched = stock[valid], switched[valid]
+        tolerance = 1e-3 if stock.dtype == torch.float32 else 0.1
+        apart, size = (switched.float() - stock.float()).norm(), stock.float().norm()
+        if bool(size.isfinite()) and not apart <= tolerance * size:
+            raise self.refusal(f"under headrank's attention function it computes something else (by {float(apart / size):.0%})")
 
     @torch.no_grad()
-    def _forward(self, inputs: Mapping[str, Tensor], watch: "_Watch") -> None:
+    def _forward(self, inputs: Mapping[str, Tensor], watch: "_Watch") -> Tensor:
+        """One pass under a watch. Returns the model's first output, or nothing (an empty tensor) where the watch ended it."""
         takes = inspect.signature(self.model.forward).parameters
         no_cache = {"use_cache": False} if "use_cache" in takes else {}
         token = _watch.set(watch)
@@ -146,7 +219,9 @@ class TransformersRunner:
                         watch.hooks.append(module.register_forward_hook(lambda module, args, output: watch.leave()))
                 stack.enter_context(_SoftmaxInputs(watch))
             with contextlib.suppress(_SeenEnough):
-                self.model(**inputs, **no_cache)
+                output: Tensor = self.model(**inputs, **no_cache)[0]
+                return output
+        return torch.empty(0)
 
 
 class _SeenEnough(Exception):
@@ -172,6 +247,15 @@ class _Watch:
         self.times: Counter[str] = Counter()
         self.inside: list[nn.Module] = []  # attention modules that are running, where the registry is bypassed
         self.hooks: list[Any] = []
+        self._causal: dict[int, tuple[Tensor, bool]] = {}
+
+    def is_causal(self, mask: Tensor) -> bool:
+        """Whether a mask says that a query sees itself and all before it, and nothing else. Layers share masks: each is looked at once."""
+        if id(mask) not in self._causal:
+            T, S = mask.shape[-2:]
+            plain = mask.dtype == torch.bool and T == S and bool((mask == torch.ones(T, T, dtype=torch.bool, device=mask.device).tril()).all())
+            self._causal[id(mask)] = mask, plain  # the mask too, so that its id stays its own
+        return self._causal[id(mask)][1]
 
     def close(self) -> None:
         """Takes the hooks off the model."""
@@ -208,11 +292,15 @@ class _Probe(_Watch):
         self.calls.append(_Call(path=path, nth=nth, n_head=n_head, n_kv_head=n_kv_head, window=window))
         if not nth:
             self.unprojected.add(path)
-            self.hooks.append(self.runner.projection(path).register_forward_hook(lambda module, args, output: self._check(path, n_head, module, args[0], output)))
+            self.hooks.append(
+                self.runner.projection(path).register_forward_hook(lambda module, args, output: self._check(path, n_head, module, args[0], output))
+            )
         return path, nth
 
     def _check(self, path: str, n_head: int, projection: nn.Module, z: Tensor, output: Tensor) -> None:
         self.unprojected.discard(path)
+        if not isinstance(output, Tensor):
+            raise self.runner.refusal(f"the output projection of {path} gives more than one tensor")
         W_O = output_weights(projection, n_head)
         if z.shape[-1] != W_O.shape[0] * W_O.shape[1]:
             raise self.runner.refusal(f"the output projection of {path} takes {z.shape[-1]} numbers, not {W_O.shape[0]} heads of {W_O.shape[1]}")
@@ -245,6 +333,8 @@ class _Recording(_Watch):
 
     def scores(self, call: tuple[str, int], query: Tensor, key: Tensor, **settings: Any) -> None:
         layer = self.runner.places[call].key
+        if query.shape[2] != key.shape[2] and self.runner.places[call].group != "cross":
+            raise self.runner.refusal(f"{call[0]} has {query.shape[2]} queries for {key.shape[2]} keys")
         if self.recorder.wants(layer, "qk"):
             self.recorder.scores(layer, query, key, **settings)
             self._seen("qk", layer)
@@ -315,18 +405,22 @@ def _group(path: str, runner: TransformersRunner) -> str:
 # The registry
 
 
-def _switch(model: Any) -> bool:
-    """Makes a model call our attention function. Returns False where its architecture bypasses the registry."""
+def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)  # without a mask function of that name every mask is silently None
+
+
+def _mask(*args: Any, **settings: Any) -> Tensor | None:
+    """The library's boolean mask [B, 1, T, S], never left out where it is causal: None then means that every query sees every key, as in eager mode.
+
+    The library leaves it out for implementations that go by the modules' is_causal, and not all modules have theirs right.
+    """
     from transformers.masking_utils import sdpa_mask
 
-    if not type(model)._can_set_attn_implementation():
-        return False
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask function of that name every mask is silently None
-    with _quiet():
-        model.set_attn_implementation(NAME)
-    return bool(model.config._attn_implementation == NAME)
+    mask: Tensor | None = sdpa_mask(*args, **{**settings, "allow_is_causal_skip": False})
+    return mask
 
 
 def _attention(
@@ -338,7 +432,7 @@ def _attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,
+    is_causal: bool | None = None,  # noqa: ARG001  (the mask says it)
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -350,9 +444,11 @@ def _attention(
     """
     T, S = query.shape[2], key.shape[2]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = T > 1 and attention_mask is None and bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    mask, bias = _mask_and_bias(attention_mask, position_bias, T, S)
     watch = _watch.get()
+    causal = watch is not None and attention_mask is not None and watch.is_causal(attention_mask)
+    if causal:  # the fast way of torch and of the accumulator
+        attention_mask = None
+    mask, bias = _mask_and_bias(attention_mask, position_bias, T, S)
     if watch is not None:
         unknown = [name for name, given in others.items() if given is not None and given is not False and name not in HARMLESS]
         if unknown:
@@ -364,7 +460,7 @@ def _attention(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     fused = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return fused(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, is_causal=is_causal, position_bias=position_bias)
+    return fused(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, is_causal=causal, position_bias=position_bias)
 
 
 def _mask_and_bias(mask: Tensor | None, bias: Tensor | None, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
@@ -453,7 +549,9 @@ def _is_innermost_attention(module: nn.Module) -> bool:
 
 
 def _heads_of(module: nn.Module) -> int | None:
-    return next((getattr(module, name) for name in ("num_heads", "num_attention_heads", "n_heads") if isinstance(getattr(module, name, None), int)), None)
+    return next(
+        (getattr(module, name) for name in ("num_heads", "num_attention_heads", "n_heads", "n_head") if isinstance(getattr(module, name, None), int)), None
+    )
 
 
 # Loading

@@ -104,6 +104,13 @@ CASES = [
     Case("bloom", "self_attention.dense", {"n_head": 6, "n_layer": 2}),
     Case("xglm", "self_attn.out_proj", {"d_model": 24, "ffn_dim": 37, "num_layers": 2, "attention_heads": 6}),
     Case("gpt_neox_japanese", "attention.dense", {"intermediate_multiple_size": 2}),
+    Case("deberta", "attention.output.dense", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 5}),
+    Case("rembert", "attention.output.dense", {"input_embedding_size": 11}),
+    Case("roformer", "attention.output.dense", {"embedding_size": 24}),
+    Case("megatron-bert", "attention.output.dense"),
+    Case("mpnet", "attention.attn.o", {"pad_token_id": 1}),
+    Case("xlm", "out_lin", {"emb_dim": 24, "n_layers": 2, "n_heads": 6}),
+    Case("flaubert", "out_lin", {"emb_dim": 24, "n_layers": 2, "n_heads": 6}),
     Case("deberta-v2", "attention.output.dense", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 5}),
 ]
 
