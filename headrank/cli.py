@@ -33,6 +33,14 @@ class Circuit(StrEnum):
     ov = "ov"
 
 
+class Measure(StrEnum):
+    operator = "operator"
+    cka = "cka"
+    projection_kernel = "projection-kernel"
+    keys = "keys"
+    values = "values"
+
+
 class MlaPart(StrEnum):
     both = "both"
     nope = "nope"
@@ -59,6 +67,13 @@ class Format(StrEnum):
     svg = "svg"
 
 
+MEASURE_HELP = (
+    "How heads are compared. operator: as maps. cka: what they write on tokens, by linear CKA. projection-kernel: the subspaces of their "
+    "weights, queries' times keys' (qk) or values' times outputs' (ov). keys, values: these alone, by the inner products that their weights "
+    "give, or on tokens by linear CKA."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shared:
     """The options that all measuring commands have."""
@@ -69,10 +84,13 @@ class Shared:
     checkpoints: Annotated[Path | None, typer.Option(help="Where families live [env: HEADRANK_CHECKPOINTS; default: checkpoints].")] = None
     config: Annotated[list[Path] | None, typer.Option(help="TOML file of a family of your own.")] = None
     source: Annotated[Source, typer.Option(help="Measure what heads do on text, or their weights alone.")] = Source.activations
-    circuit: Annotated[Circuit, typer.Option(help="qk: where heads look; ov: what they write.")] = Circuit.qk
+    circuit: Annotated[Circuit | None, typer.Option(help="qk: where heads look; ov: what they write [default: qk where the measure has it].")] = None
+    measure: Annotated[Measure, typer.Option(help=MEASURE_HELP)] = Measure.operator
     centered: Annotated[bool, typer.Option("--centered", help="Analyse the centred similarity matrix.")] = False
     raw: Annotated[bool, typer.Option("--raw", help="Weights: leave gains and biases out.")] = False
     mla_part: Annotated[MlaPart, typer.Option(help="Weights of MLA: both parts of the keys, or one.")] = MlaPart.both
+    rope_offset: Annotated[int, typer.Option(min=0, help="Weights, qk: the form between a query and the key so many tokens before it.")] = 0
+    rope_mean: Annotated[int | None, typer.Option(min=1, help="Weights, qk: the mean of the forms at the offsets 0 to N - 1.")] = None
     center: Annotated[bool, typer.Option("--center/--no-center", help="Outputs: take their mean over tokens away.")] = True
     text: Annotated[list[Path] | None, typer.Option(help="Text file to feed; the bundled text by default.")] = None
     tokens: Annotated[list[Path] | None, typer.Option(help="Token ids to feed: .npy, or .bin of 16-bit numbers.")] = None

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from headrank import summary, tables
 from headrank.errors import HeadrankError
-from headrank.measure import LayerChoice, Settings, all_layers, measure
+from headrank.measure import LayerChoice, Settings, all_layers, form_of, measure
+from headrank.measures import circuit_of, gram_name
 from headrank.output import OutputFolder, figure_bytes
 from headrank.results import Results, model_result
 from headrank.selection import ModelRef, checkpoints_folder, early_middle_late, family_models, middle_layer, named_models, resolve_layers
@@ -193,6 +194,9 @@ def settings_of(options: "Shared", *, null: bool = False) -> Settings:
         source=options.source.value,
         raw=options.raw,
         mla_part=options.mla_part.value,
+        measure=options.measure.value,
+        rope_offset=options.rope_offset,
+        rope_mean=options.rope_mean,
         center=options.center,
         text=tuple(options.text or ()),
         tokens=tuple(options.tokens or ()),
@@ -223,17 +227,26 @@ def _asked(options: "Shared") -> LayerChoice | None:
     return (lambda layers: asked) if asked else None
 
 
+def _circuit(options: "Shared", settings: Settings) -> str:
+    circuit = circuit_of(settings.measure, options.circuit and options.circuit.value)
+    if circuit != "qk" and (settings.rope_offset or settings.rope_mean is not None):
+        raise HeadrankError(f"--rope-offset and --rope-mean turn keys towards queries, and circuit {circuit} has none; leave them out, or take --circuit qk")
+    return circuit
+
+
 def collect(command: str, refs: Sequence[ModelRef], options: "Shared", settings: Settings, terminal: Terminal, *, is_centered: bool) -> Results:
     """Measures the models, one after the other. Without --layer all layers are measured, so that the next command finds them."""
     asked = _asked(options)
+    circuit = _circuit(options, settings)
     store = Store.default()
     models = []
     for ref in refs:
         measurement = measure(ref, settings, layers=asked or all_layers, store=store, progress=terminal)
         shown = resolve_layers((asked or SHOWN_LAYERS[command])(measurement.layers), measurement.layers, label=ref.label)
-        models.append(model_result(measurement, options.circuit.value, shown, label=ref.label, scale=ref.scale, is_centered=is_centered))
+        models.append(model_result(measurement, gram_name(settings.measure, circuit), shown, label=ref.label, scale=ref.scale, is_centered=is_centered))
     shared = {"raw": settings.raw} if settings.source == "weights" else {"center": settings.center, "skip_first": settings.skip_first}
-    return Results(command=command, source=settings.source, circuit=options.circuit.value, is_centered=is_centered, settings=shared, models=tuple(models))
+    shared |= form_of(settings)
+    return Results(command=command, source=settings.source, circuit=circuit, is_centered=is_centered, settings=shared, models=tuple(models))
 
 
 def _both(refs: Sequence[ModelRef], options: "Shared", settings: Settings, terminal: Terminal) -> tuple[Results, Results]:

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrank.errors import HeadrankError, NotFiniteError
+from headrank.measures import OPERATOR, check_source, find_measure
 from headrank.selection import ModelRef, resolve_layers
-from headrank.store import CIRCUITS, LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
+from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
 
+FORM = {"measure": OPERATOR, "rope_offset": 0, "rope_mean": None}  # settings of what is measured of the heads, and what is plain
 MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
 
 
@@ -22,10 +24,16 @@ class Settings:
 
     source: str = "activations"
     """activations or weights."""
+    measure: str = OPERATOR
+    """How two heads are compared, see headrank.measures."""
     raw: bool = False
     """Weights: matrices as they lie in the file, no gains or biases folded in."""
     mla_part: str = "both"
     """Weights of MLA: nope, rope or both."""
+    rope_offset: int = 0
+    """Weights: the form between a query and the key so many tokens before it."""
+    rope_mean: int | None = None
+    """Weights: the mean of the forms at the offsets 0 … rope_mean - 1."""
     center: bool = True
     """Outputs: about their mean over tokens."""
     text: tuple[Path, ...] = ()
@@ -85,12 +93,13 @@ def all_layers(layers: Sequence[LayerFacts]) -> Sequence[int]:
 def measure(
     ref: ModelRef, settings: Settings, *, layers: LayerChoice = all_layers, store: Store | None = None, progress: Progress | None = None
 ) -> Measurement:
-    """Gram matrices of both circuits of a model, for the layers that `layers` chooses from those with attention.
+    """Gram matrices of all circuits that the measure has, for the layers of a model that `layers` chooses from those with attention.
 
     ref.path: a checkpoint, or a measurement file. What the store has is not measured again; what is measured goes there.
     Raises HeadrankError where the model cannot be read, a layer does not exist, or the tokens do not fit the model.
     """
     progress = progress or Silent()
+    _check_settings(settings)
     path = Path(ref.path)
     if path.is_file() and is_measurement(path):
         return _stored(read_measurement(path), settings, layers, ref)
@@ -127,12 +136,15 @@ def measure(
         grams, faults = work.run(missing, ref.label, progress)
         fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=tuple(missing), grams=grams, faults=faults)
         known = fresh.joined(known) if known else fresh
-    new_nulls = [circuit for circuit in CIRCUITS if settings.null and circuit not in known.null]
-    if new_nulls:
+    twins = _WeightsWork(checkpoint, architecture, settings) if settings.null and (settings.measure == OPERATOR or settings.source == "weights") else None
+    new_nulls = {circuit: name for circuit, name in twins.grams.items() if name not in known.null} if twins else {}
+    if twins and new_nulls:
         from headrank.null import null_ranks
 
         progress.start(f"{ref.label}: null", 0, "")
-        known = replace(known, null={**known.null, **{circuit: null_ranks(checkpoint, architecture, circuit) for circuit in new_nulls}})
+        known = replace(
+            known, null={**known.null, **{name: null_ranks(checkpoint, architecture, circuit, gram=twins.gram) for circuit, name in new_nulls.items()}}
+        )
     if (missing or new_nulls) and store and (why_not := store.keep(key, known)):
         progress.remark(why_not)
     return replace(known, model=model, layers=tuple(chosen))
@@ -141,7 +153,28 @@ def measure(
 def _stored(measurement: Measurement, settings: Settings, layers: LayerChoice, ref: ModelRef) -> Measurement:
     if measurement.source != settings.source:
         raise HeadrankError(f"{ref.path}: measured from {measurement.source}; give --source {measurement.source}")
+    held, asked = ({name: other.get(name, plain) for name, plain in FORM.items()} for other in (measurement.settings, vars(settings)))
+    if held != asked:
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in held.items() if value != FORM[name]) or "the plain measure"
+        raise HeadrankError(f"{ref.path}: was measured with {flags}; ask for that, or give the checkpoint")
     return replace(measurement, layers=tuple(resolve_layers(list(layers(measurement.layers)), measurement.layers, label=ref.label)))
+
+
+def _check_settings(settings: Settings) -> None:
+    """Refuses combinations that have no meaning, before anything is read."""
+    check_source(settings.measure, settings.source)
+    if settings.rope_offset or settings.rope_mean is not None:
+        flag = "--rope-offset" if settings.rope_offset else "--rope-mean"
+        if settings.rope_offset and settings.rope_mean is not None:
+            raise HeadrankError("give --rope-offset or --rope-mean, not both")
+        if settings.source != "weights":
+            raise HeadrankError(f"{flag} is about the form of the weights, and activations have their positions in them; add --source weights")
+        if settings.measure != OPERATOR:
+            raise HeadrankError(f"{flag} turns keys towards queries, which --measure {settings.measure} does not compare; leave out one of them")
+        if settings.mla_part == "nope":
+            raise HeadrankError(f"{flag}: --mla-part nope is the part that is not turned; leave out one of them")
+    if settings.measure != OPERATOR and settings.source == "activations" and not settings.center:
+        raise HeadrankError(f"--measure {settings.measure} is linear CKA, which is centred by definition; leave out --no-center")
 
 
 def _trained(path: Path) -> dict[str, Any]:
@@ -159,29 +192,41 @@ class _WeightsWork:
 
     def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
         self.checkpoint, self.architecture = checkpoint, architecture
-        self.settings: dict[str, Any] = {"raw": settings.raw}
+        self.factors: dict[str, Any] = {"raw": settings.raw}
         if architecture.kind == "mla":
-            self.settings["mla_part"] = settings.mla_part
+            self.factors["mla_part"] = settings.mla_part
+        self.offset, self.n_offsets = settings.rope_offset, settings.rope_mean
+        self.settings = self.factors | form_of(settings)
+        self.grams = find_measure(settings.measure).grams
+        if self.offset or self.n_offsets is not None:
+            self.grams = {"qk": self.grams["qk"]}
         self.tokens = None
 
     def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        from headrank.factors import head_factors
-        from headrank.gram import factored_gram
-
         places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
         grams, faults = {}, {}
         progress.start(label, len(layers), "layers")
         for done, layer in enumerate(layers, 1):
-            for circuit in CIRCUITS:
+            for circuit, name in self.grams.items():
                 try:
-                    factors = head_factors(self.checkpoint, self.architecture, places[layer.group, layer.index], circuit, **self.settings)
+                    grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit).cpu().numpy()[None]
                 except NotFiniteError as error:
-                    faults[f"{circuit}/{layer.key}"] = str(error)
-                    continue
-                gram = factored_gram(factors.left, factors.right, factors.left_of_head, factors.right_of_head)
-                grams[f"{circuit}/{layer.key}"] = gram.cpu().numpy()[None]
+                    faults[f"{name}/{layer.key}"] = str(error)
             progress.advance(done)
         return grams, faults
+
+    def gram(self, checkpoint: Any, layer: Any, circuit: str, **options: Any) -> Any:
+        """One layer's Gram matrix as a tensor [H, H]; the tensors are read from the checkpoint that is given."""
+        from headrank.factors import head_factors
+        from headrank.kernels import weights_gram
+
+        factors = head_factors(checkpoint, self.architecture, layer, circuit, **{**self.factors, **options})
+        if self.offset or self.n_offsets is not None:
+            from headrank.rotary import at_offset, mean_over_offsets, rotary_of
+
+            rotary = rotary_of(self.checkpoint, layer, mla_part=self.factors.get("mla_part", "both"))
+            factors = at_offset(factors, rotary, self.offset) if self.n_offsets is None else mean_over_offsets(factors, rotary, self.n_offsets)
+        return weights_gram(self.grams[circuit], factors)
 
 
 class _ActivationsWork:
@@ -217,7 +262,7 @@ class _ActivationsWork:
             "device": self.device.type,
             "dtype": str(self.dtype).removeprefix("torch."),
             "tokens": self.sequences.sha256,
-        }
+        } | form_of(settings)
 
     def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         from headrank.forward import load_runner, pass_over
@@ -229,7 +274,7 @@ class _ActivationsWork:
             runner,
             self.sequences,
             layers,
-            CIRCUITS,
+            tuple(find_measure(self.asked.measure).grams.values()),
             device=self.device,
             batch_size=self.asked.batch_size,
             center=self.asked.center,
@@ -241,11 +286,16 @@ class _ActivationsWork:
         faults = {}
         for name, gram in grams.items():
             if not np.isfinite(gram).all():
-                circuit, _, layer = name.partition("/")
+                measured, _, layer = name.partition("/")
                 heads = sorted(set(np.argwhere(~np.isfinite(gram.sum(0).diagonal())).ravel().tolist()))
-                what = "attention scores" if circuit == "qk" else "head outputs"
+                what = {"qk": "attention scores", "keys": "keys", "values": "values"}.get(measured, "head outputs")
                 faults[name] = f"layer {layer}: {what} of head {', '.join(map(str, heads))} are not finite in {self.settings['dtype']}"
         return {name: gram for name, gram in grams.items() if name not in faults}, faults
+
+
+def form_of(settings: Settings) -> dict[str, Any]:
+    """What is measured of the heads, where it is not their plain operators."""
+    return {name: getattr(settings, name) for name, plain in FORM.items() if getattr(settings, name) != plain}
 
 
 def _device(name: str) -> str:

@@ -1,6 +1,7 @@
 """The yardstick: heads that know nothing of each other, with a model's own shapes and sharing."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,22 +37,28 @@ class RandomTwin:
         return torch.randn(shape, generator=generator) / (shape[-1] if len(shape) > 1 else 1) ** 0.5
 
 
-def null_grams(checkpoint: Checkpoint, architecture: Architecture, layer: AttentionLayer, circuit: str, *, n_samples: int) -> np.ndarray:
-    """[n_samples, H, H]: Gram matrices of random heads with the layer's shapes and sharing; no gains, no biases."""
-    grams = []
-    for seed in range(n_samples):
-        twin: Any = RandomTwin(checkpoint, seed)
-        factors = head_factors(twin, architecture, layer, circuit, raw=True)
-        grams.append(factored_gram(factors.left, factors.right, factors.left_of_head, factors.right_of_head).numpy())
-    return np.stack(grams)
+def null_grams(
+    checkpoint: Checkpoint, architecture: Architecture, layer: AttentionLayer, circuit: str, *, n_samples: int, gram: Callable[..., Tensor] | None = None
+) -> np.ndarray:
+    """[n_samples, H, H]: Gram matrices of random heads with the layer's shapes and sharing; no gains, no biases.
+
+    gram(twin, layer, circuit, raw=True) makes one, [H, H]; by default that of the heads as operators.
+    """
+
+    def operators(twin: Any, layer: AttentionLayer, circuit: str, *, raw: bool) -> Tensor:
+        factors = head_factors(twin, architecture, layer, circuit, raw=raw)
+        return factored_gram(factors.left, factors.right, factors.left_of_head, factors.right_of_head)
+
+    make = gram or operators
+    return np.stack([make(RandomTwin(checkpoint, seed), layer, circuit, raw=True).numpy() for seed in range(n_samples)])
 
 
-def null_ranks(checkpoint: Checkpoint, architecture: Architecture, circuit: str) -> dict[str, list[float]]:
-    """Effective ranks of random heads: 'uncentered' and 'centered', a number a draw."""
+def null_ranks(checkpoint: Checkpoint, architecture: Architecture, circuit: str, *, gram: Callable[..., Tensor] | None = None) -> dict[str, list[float]]:
+    """Effective ranks of random heads: 'uncentered' and 'centered', a number a draw. gram: see null_grams."""
     layer = next(layer for layer in architecture.layers if layer.n_head == architecture.n_head)
     operations = 2.0 * architecture.d_model * (layer.n_head * max(layer.d_qk, layer.d_v)) ** 2
     n_samples = int(np.clip(OPERATIONS / operations, FEWEST, MOST))
-    S = similarity(null_grams(checkpoint, architecture, layer, circuit, n_samples=n_samples))
+    S = similarity(null_grams(checkpoint, architecture, layer, circuit, n_samples=n_samples, gram=gram))
     return {
         "uncentered": effective_rank(spectrum(S)).tolist(),
         "centered": effective_rank(spectrum(centered(S))).tolist() if layer.n_head > 1 else [],

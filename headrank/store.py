@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from headrank.errors import HeadrankError
+from headrank.measures import GRAMS
 from headrank.output import replace_atomically
 
 SCHEMA = 1
@@ -85,7 +86,8 @@ class Measurement:
     layers: tuple[LayerFacts, ...]
     """The layers that were measured."""
     grams: dict[str, NDArray[np.float64]]
-    """'qk/3' -> [S, H, H]: a Gram matrix for each of S groups of sequences (1 for weights); their sum is the layer's."""
+    """'qk/3' -> [S, H, H]: a Gram matrix for each of S groups of sequences (1 for weights, and for measures that are no sums over
+    sequences); their sum is the layer's. Before the stroke stands a name of headrank.measures.GRAMS."""
     faults: dict[str, str]
     """'qk/3' -> why that layer has no numbers."""
     null: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -142,7 +144,7 @@ def _check(measurement: Measurement, path: Path) -> None:
     for name, gram in measurement.grams.items():
         circuit, _, layer = name.partition("/")
         H = heads.get(layer)
-        if circuit not in CIRCUITS or H is None or gram.ndim != 3 or gram.shape[1:] != (H, H) or not np.isfinite(gram).all():
+        if circuit not in GRAMS or H is None or gram.ndim != 3 or gram.shape[1:] != (H, H) or not np.isfinite(gram).all():
             raise HeadrankError(f"{path}: not a measurement of headrank: {name} of shape {list(gram.shape)} is no finite Gram matrix of a layer it names")
 
 
