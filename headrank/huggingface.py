@@ -278,6 +278,9 @@ class _Watch:
     def ready_scores(self, call: tuple[str, int], scores: Tensor, mask: Tensor) -> None:
         """The scores of a call that bypasses the registry. [B, H, T, S] both."""
 
+    def keys_and_values(self, call: tuple[str, int], key: Tensor, value: Tensor) -> None:
+        """A call's keys and values, [B, G, S, D]."""
+
 
 class _Probe(_Watch):
     """Lists the calls, and checks that each output projection multiplies by the matrix that it holds."""
@@ -319,7 +322,7 @@ class _Recording(_Watch):
         super().__init__(runner)
         self.recorder = recorder
         self.current: dict[str, LayerFacts] = {}
-        wanted = {facts.key: [c for c in ("qk", "ov") if recorder.wants(facts.key, c)] for facts in runner.places.values()}
+        wanted = {facts.key: [c for c in ("qk", "ov", "keys", "values") if recorder.wants(facts.key, c)] for facts in runner.places.values()}
         self.awaited = {(circuit, key) for key, circuits in wanted.items() for circuit in circuits}
         for path in {path for path, nth in runner.places if "ov" in wanted[runner.places[path, nth].key]}:
             self.hooks.append(runner.projection(path).register_forward_pre_hook(self._project(path)))
@@ -344,6 +347,15 @@ class _Recording(_Watch):
         if self.recorder.wants(layer, "qk"):
             self.recorder.ready_scores(layer, scores, mask=mask)
             self._seen("qk", layer)
+
+    def keys_and_values(self, call: tuple[str, int], key: Tensor, value: Tensor) -> None:
+        layer = self.runner.places[call].key
+        if self.recorder.wants(layer, "keys"):
+            self.recorder.keys(layer, key)
+            self._seen("keys", layer)
+        if self.recorder.wants(layer, "values"):
+            self.recorder.values(layer, value)
+            self._seen("values", layer)
 
     def _project(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(projection: nn.Module, args: tuple[Any, ...]) -> None:
@@ -455,6 +467,7 @@ def _attention(
             raise watch.runner.refusal(f"its attention takes {', '.join(unknown)}, which headrank does not know")
         call = watch.called(module, n_head=query.shape[1], n_kv_head=key.shape[1], window=others.get("sliding_window"))
         watch.scores(call, query, key, scaling=scaling, causal=causal, mask=mask, bias=bias, softcap=softcap)
+        watch.keys_and_values(call, key, value)
     if softcap is not None or s_aux is not None:  # torch's fused function knows neither
         return _plain_attention(query, key, value, mask, bias, scaling, causal, softcap, s_aux), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -540,6 +553,7 @@ class _SoftmaxInputs(TorchFunctionMode):
         call = self.watch.called(self.watch.inside[-1], n_head=query.shape[1], n_kv_head=key.shape[1], window=None)
         mask, bias = _mask_and_bias(attn_mask, None, query.shape[2], key.shape[2])
         self.watch.scores(call, query, key, scaling=query.shape[-1] ** -0.5 if scale is None else scale, causal=is_causal, mask=mask, bias=bias)
+        self.watch.keys_and_values(call, key, value)
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:
