@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import matplotlib
 import numpy as np
@@ -10,12 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from headrank.figures import effrank_figure, heatmap_figure, spectra_figure
+from headrank.figures import compare_figure, effrank_figure, heatmap_figure, spectra_figure, variance_figure
 from headrank.output import figure_bytes
-from headrank.results import Results
+from headrank.results import Null, Results
 from tests.sample_results import TOKENS, VARIANTS, model, results
 
-DRAW = {"heatmap": heatmap_figure, "spectra": spectra_figure, "effrank": effrank_figure}
+DRAW = {"heatmap": heatmap_figure, "spectra": spectra_figure, "variance": variance_figure, "effrank": effrank_figure}
 CYCLE = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"]
 AT_2_5B = ("Standard MHA", "LRKV (r=64)", "GQA", "MQA", "MLA")
 
@@ -272,3 +273,42 @@ sys.exit("matplotlib.pyplot" in sys.modules or "tkinter" in sys.modules)
 """
     environment = {name: value for name, value in os.environ.items() if name != "DISPLAY"} | {"MPLBACKEND": "TkAgg"}
     assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == 0
+
+
+def test_variance_explained_rises_to_one_past_the_ninety_percent_line() -> None:
+    shown = replace(spectra(is_centered=True), command="variance")
+    figure = variance_figure(shown)
+    assert title(figure) == "Cumulative Variance Explained (2.5B)"
+    assert [ax.get_title() for ax in figure.axes] == ["Early Layer (L=0)", "Middle Layer (L=18)", "Late Layer (L=35)"]
+    for place, ax in enumerate(figure.axes):
+        *lines, ninety = ax.lines
+        assert (ax.get_xlabel(), ax.get_ylabel()) == ("Number of PCs", "Cumulative Variance Explained")
+        assert (ninety.get_linestyle(), list(ninety.get_ydata()), ninety.get_label()) == ("--", [0.9, 0.9], "90 %")
+        for line, of in zip(lines, shown.models, strict=True):
+            np.testing.assert_array_equal(line.get_xdata(), np.arange(1, 18))
+            np.testing.assert_array_equal(line.get_ydata(), of.layers[place].cumulative_variance)
+            assert line.get_ydata()[-1] == pytest.approx(1)
+
+
+def test_uncentred_and_centred_ranks_stand_side_by_side() -> None:
+    plain = effranks({"nano": 5}, VARIANTS[:2])
+    centered = replace(plain, is_centered=True, models=tuple(model(v, layers=range(5), scale="nano", is_centered=True) for v in VARIANTS[:2]))
+    figure = compare_figure(plain, centered)
+    assert [ax.get_title() for ax in figure.axes] == ["Uncentred", "Centred"]
+    for ax, of in zip(figure.axes, (plain, centered), strict=True):
+        for line, shown in zip(ax.lines[:-1], of.models, strict=True):
+            np.testing.assert_array_equal(line.get_ydata(), [layer.effective_rank for layer in shown.layers])
+    assert "centred" not in caption(figure)
+
+
+def test_intervals_are_shaded_and_the_null_is_dotted_without_an_entry_in_the_legend() -> None:
+    (plain,) = effranks({None: 5}, ("a",)).models
+    ends = {"effective_rank": np.array([1.25, 3.5])}
+    shown = replace(plain, layers=tuple(replace(layer, intervals=ends) for layer in plain.layers), null=Null(mean=4.5, low=4.25, high=4.75, n_samples=7))
+    figure = effrank_figure(results("effrank", [shown]))
+    (ax,) = figure.axes
+    band, null = ax.collections
+    assert (band.get_datalim(ax.transData).y0, band.get_datalim(ax.transData).y1) == (1.25, 3.5)
+    assert [segment[0, 1] for segment in null.get_segments()] == [4.25, 4.75]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "Fully redundant"]
+    assert caption(figure).endswith("shaded: 95 % over sequences · dotted: 95 % of random heads")
