@@ -45,7 +45,7 @@ class Case:
     """A kind of model with settings, and where its output projections are."""
 
     kind: str
-    projection: str = "self_attn.o_proj"
+    projection: str | tuple[str, ...] = "self_attn.o_proj"
     settings: dict[str, Any] = field(default_factory=dict)
     name: str = ""
 
@@ -96,6 +96,15 @@ CASES = [
     Case("distilbert", "attention.out_lin", {"dim": 24, "hidden_dim": 37, "n_layers": 2, "n_heads": 6}),
     Case("modernbert", "attn.Wo", {"local_attention": 6, "layer_types": ["full_attention", "sliding_attention"]}),
     Case("albert", "attention.dense", {"embedding_size": 11, "num_hidden_layers": 3}),
+    Case(
+        "t5", ("SelfAttention.o", "EncDecAttention.o"), {"d_model": 24, "d_kv": 10, "d_ff": 37, "num_heads": 6, "num_layers": 2, "decoder_start_token_id": 3}
+    ),
+    Case(
+        "bart",
+        ("self_attn.out_proj", "encoder_attn.out_proj"),
+        {f"{stack}_{what}": n for stack in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 6), ("ffn_dim", 37))}
+        | {"d_model": 24, "decoder_start_token_id": 2},
+    ),
     Case("gpt_neo", "attn.attention.out_proj", {"num_layers": 2, "num_heads": 6, "attention_types": [[["global", "local"], 1]], "window_size": 5}),
     Case("falcon", "self_attention.dense", {"multi_query": False, "bias": True}, "old"),
     Case("falcon", "self_attention.dense", {"multi_query": True}, "multi-query"),
@@ -155,7 +164,7 @@ def head_outputs(projection: nn.Module, z: Tensor, n_head: int) -> Tensor:
 class Oracle:
     """Grams of a stock model, from its own probabilities and from hooks on its projections, summed over passes."""
 
-    def __init__(self, model: Any, projection: str) -> None:
+    def __init__(self, model: Any, projection: str | tuple[str, ...]) -> None:
         self.model = model
         self.projections = {name: module for name, module in model.named_modules() if name.endswith(projection)}
         self.rows: dict[str, list[Tensor]] = {}
@@ -169,13 +178,32 @@ class Oracle:
             result = self.model(**inputs, output_attentions=True)
         for hook in hooks:
             hook.remove()
-        probabilities = [p for p in (result.attentions if "attentions" in result else ()) if p is not None]
-        assert len(probabilities) == len(caught) > 0
+        by_group = {
+            group: [p for p in result[name] if p is not None]
+            for group, name in (("", "attentions"), ("encoder.", "encoder_attentions"), ("decoder.", "decoder_attentions"), ("cross.", "cross_attentions"))
+            if name in result
+        }
+        assert sum(map(len, by_group.values())) == len(caught) > 0
         repeated = len({name for name, _ in caught}) < len(caught)
-        for order, (p, (name, z)) in enumerate(zip(probabilities, caught, strict=True)):
-            layer = order if repeated else next(int(part) for part in name.split(".") if part.isdigit())
-            self.rows.setdefault(str(layer), []).append(centred_rows(p.log(), p > 0))
-            self.outs.setdefault(str(layer), []).append(head_outputs(self.projections[name], z.reshape(1, p.shape[2], -1), p.shape[1]))
+        with_attention = sorted({self.layer(name) for name, _ in caught})
+        for order, (name, z) in enumerate(caught):
+            group = self.group(name) if "encoder." in by_group else ""
+            layer = order if repeated else self.layer(name)
+            p = by_group[group][order if repeated else with_attention.index(layer)]
+            assert p[p > 0].min() > 1e-36  # none came so close to zero that it could be taken for masked
+            key = f"{group}{layer}"
+            self.rows.setdefault(key, []).append(centred_rows(p.log(), p > 0))
+            self.outs.setdefault(key, []).append(head_outputs(self.projections[name], z.reshape(1, p.shape[2], -1), p.shape[1]))
+
+    @staticmethod
+    def layer(name: str) -> int:
+        return next(int(part) for part in name.split(".") if part.isdigit())
+
+    @staticmethod
+    def group(name: str) -> str:
+        if "EncDecAttention" in name or "encoder_attn" in name:
+            return "cross."
+        return "encoder." if name.startswith("encoder.") else "decoder."
 
     def grams(self) -> dict[str, np.ndarray]:
         grams = {}
@@ -190,7 +218,11 @@ class Oracle:
 def expected(case: Case, model: Any) -> dict[str, np.ndarray]:
     oracle = Oracle(model, case.projection)
     for ids in sequences():
-        oracle.see({"input_ids": ids})
+        inputs = {"input_ids": ids}
+        if model.config.is_encoder_decoder:
+            start = torch.full((1, 1), model.config.decoder_start_token_id)
+            inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], 1)
+        oracle.see(inputs)
     return oracle.grams()
 
 
@@ -234,3 +266,208 @@ def test_scores_and_outputs_are_the_stock_models(case: Case) -> None:
     runner = TransformersRunner(model)
     for side in ("none", "left", "right"):
         assert apart(measured(runner, side), wanted) < TOLERANCE, side
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.kind not in huggingface.SERVED_AT_THE_SOFTMAX], ids=str)
+def test_the_switched_model_computes_what_the_stock_model_does(case: Case) -> None:
+    model = build(case)
+    ids, valid = padded("right")
+    inputs = {"input_ids": ids.masked_fill(~valid, model.config.pad_token_id), "attention_mask": valid.long()}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    with torch.no_grad():
+        stock = model(**inputs)[0]
+        runner = TransformersRunner(model)
+        assert runner.layers
+        assert model.config._attn_implementation == huggingface.NAME
+        switched = model(**inputs)[0]
+    assert (switched - stock)[valid].abs().max() < 1e-5 * stock[valid].abs().max()
+
+
+def test_falcon_with_alibi_is_measured_where_it_hands_its_scores_to_torch() -> None:
+    # its eager mode adds the bias twice, so the oracle is the formula: (q k + slope * position) / sqrt(D), slopes 1/4, 1/16, 1/64, 1/256
+    case = Case("falcon", "self_attention.dense", {"alibi": True, "num_attention_heads": 4, "multi_query": False})
+    model = build(case, "sdpa")
+    H, D = 4, 6
+    wanted: dict[str, Any] = {}
+    for ids in sequences():
+        T = ids.shape[1]
+        fused: list[Tensor] = []
+        hooks = [block.self_attention.query_key_value.register_forward_hook(lambda m, args, out: fused.append(out.double())) for block in model.h]
+        with torch.no_grad():
+            model(input_ids=ids)
+        for layer, qkv in enumerate(fused):
+            q, k, _ = qkv.view(T, H, 3, D).permute(2, 1, 0, 3)
+            slopes = torch.tensor([4.0, 16.0, 64.0, 256.0], dtype=torch.float64).reciprocal()
+            scores = (q @ k.mT + slopes[:, None, None] * torch.arange(T)) / math.sqrt(D)
+            rows = centred_rows(scores[None], torch.ones(1, 1, T, T, dtype=torch.bool).tril())
+            wanted[f"qk/{layer}"] = wanted.get(f"qk/{layer}", 0) + (rows @ rows.T).numpy()
+        for hook in hooks:
+            hook.remove()
+    runner = TransformersRunner(model)
+    for side in ("none", "left", "right"):
+        found = measured(runner, side)
+        assert apart({name: found[name] for name in wanted}, wanted) < TOLERANCE, side
+
+
+def fed(model: Any, inputs: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    runner = TransformersRunner(model)
+    runner._look({name: tensor[:1] for name, tensor in inputs.items()})
+    recorder = Recorder(runner.layers, ("qk", "ov"), n_groups=1)
+    recorder.begin_batch(torch.zeros(len(next(iter(inputs.values()))), dtype=torch.long), None)
+    runner.feed(inputs, recorder)
+    return {name: gram.sum(0) for name, gram in recorder.grams(center=True).items()}
+
+
+def test_pictures_can_be_fed_by_name() -> None:
+    case = Case("vit", "attention.o_proj", {"image_size": 12, "patch_size": 4})
+    model = build(case)
+    pictures = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(3))
+    oracle = Oracle(model, case.projection)
+    for picture in pictures:
+        oracle.see({"pixel_values": picture[None]})
+    assert apart(fed(model, {"pixel_values": pictures}), oracle.grams()) < TOLERANCE
+
+
+def test_sound_can_be_fed_by_name_and_gives_three_groups_of_layers() -> None:
+    settings = {f"{stack}_{what}": n for stack in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 6), ("ffn_dim", 37))}
+    settings |= {"d_model": 24, "num_mel_bins": 7, "max_source_positions": 11, "max_target_positions": 17}
+    case = Case("whisper", ("self_attn.out_proj", "encoder_attn.out_proj"), settings)
+    model = build(case)
+    sound, ids = torch.randn(2, 7, 22, generator=torch.Generator().manual_seed(3)), torch.arange(26).view(2, 13)
+    oracle = Oracle(model, case.projection)
+    for b in range(2):
+        oracle.see({"input_features": sound[b : b + 1], "decoder_input_ids": ids[b : b + 1]})
+    found = fed(model, {"input_features": sound, "decoder_input_ids": ids})
+    assert {name.split("/")[1] for name in found} == {f"{group}.{layer}" for group in ("encoder", "decoder", "cross") for layer in (0, 1)}
+    assert apart(found, oracle.grams()) < TOLERANCE
+
+
+def test_a_model_that_reads_no_tokens_is_refused() -> None:
+    runner = TransformersRunner(build(Case("vit", settings={"image_size": 12, "patch_size": 4})))
+    with pytest.raises(HeadrankError, match="ViTModel cannot be measured: it reads pixel_values, not tokens; use --source weights"):
+        _ = runner.layers
+
+
+# Deliberate faults: each must be seen by the comparison above
+
+
+def case_of(kind: str) -> Case:
+    return next(case for case in CASES if case.kind == kind)
+
+
+def change_scores(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Makes the recorder count what change(q, k, settings) gives."""
+    sound = Recorder.scores
+
+    def faulty(self: Recorder, key: str, q: Tensor, k: Tensor, **settings: Any) -> None:
+        q, k, settings = change(q, k, settings)
+        sound(self, key, q, k, **settings)
+
+    monkeypatch.setattr(Recorder, "scores", faulty)
+
+
+def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes away the checks of the probe, which see some of the faults first."""
+    monkeypatch.setattr(TransformersRunner, "_check_unchanged", lambda *args: None)
+    monkeypatch.setattr(huggingface._Probe, "_check", lambda self, path, *args: self.unprojected.discard(path))
+
+
+def tiled_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_scores(monkeypatch, lambda q, k, settings: (q, k.repeat(1, q.shape[1] // k.shape[1], 1, 1), settings))
+
+
+def default_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_scores(monkeypatch, lambda q, k, settings: (q, k, settings | {"scaling": q.shape[-1] ** -0.5}))
+
+
+def no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_scores(monkeypatch, lambda q, k, settings: (q, k, settings | {"softcap": None}))
+
+
+def no_mask_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "_mask", lambda *args, **settings: None)
+
+
+def no_centring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrank.accumulators._center_rows", lambda scores, allowed: None if allowed is None else scores.masked_fill_(~allowed, 0))
+
+
+def transposed_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "output_weights", lambda projection, H: projection.weight.detach().T.unflatten(0, (H, -1)))
+
+
+def padding_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Recorder.begin_batch
+    monkeypatch.setattr(Recorder, "begin_batch", lambda self, groups, keep: sound(self, groups, None))
+
+
+def no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = huggingface._plain_attention
+    monkeypatch.setattr(huggingface, "_plain_attention", lambda *args: sound(*args[:-1], None))
+
+
+def z_from_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, heads = huggingface._attention, {}
+
+    def attention(module: nn.Module, *args: Any, **settings: Any) -> Any:
+        heads["of the function"], _ = sound(module, *args, **settings)
+        return heads["of the function"], None
+
+    counted = Recorder.outputs
+    monkeypatch.setattr(huggingface, "_attention", attention)
+    monkeypatch.setattr(Recorder, "outputs", lambda self, key, z, W_O: counted(self, key, heads["of the function"], W_O))
+
+
+def merged_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Recorder, "wants", lambda self, key, circuit: True
+    )  # the recorder has one place for all of a module's calls, as for a model that calls none twice
+    scores, outputs = Recorder.scores, Recorder.outputs
+
+    def merged(sound: Any) -> Any:
+        def count(self: Recorder, key: str, *args: Any, **settings: Any) -> None:
+            for layer in self.layers:
+                sound(self, layer, *args, **settings)
+
+        return count
+
+    monkeypatch.setattr(Recorder, "scores", merged(scores))
+    monkeypatch.setattr(Recorder, "outputs", merged(outputs))
+
+
+FAULTS = [
+    (tiled_groups, "llama"),
+    (default_scale, "granite"),
+    (default_scale, "gemma2"),
+    (no_mask_function, "mistral"),
+    (no_mask_function, "bert"),
+    (no_centring, "gpt2"),
+    (no_centring, "bloom"),
+    (transposed_projection, "gpt2"),
+    (no_softcap, "gemma2"),
+    (padding_counts, "llama"),
+    (padding_counts, "mpt"),
+    (no_sinks, "gpt_oss"),
+    (z_from_the_function, "qwen3_next"),
+    (merged_calls, "albert"),
+]
+
+
+@pytest.mark.parametrize(("fault", "kind"), FAULTS, ids=lambda part: part if isinstance(part, str) else part.__name__)
+def test_a_deliberate_fault_is_seen_by_the_comparison(fault: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(kind)
+    model = build(case)
+    wanted = expected(case, model)
+    no_checks(monkeypatch)
+    assert apart(measured(TransformersRunner(build(case)), "right"), wanted) < TOLERANCE
+    fault(monkeypatch)
+    assert apart(measured(TransformersRunner(model), "right"), wanted) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(no_mask_function, "mistral"), (transposed_projection, "gpt2"), (no_sinks, "gpt_oss")])
+def test_the_probe_refuses_a_model_that_is_not_computed_as_it_stands(fault: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    runner = TransformersRunner(build(case_of(kind)))
+    with pytest.raises(HeadrankError, match="it computes something else|does more than multiply by its weight"):
+        _ = runner.layers
