@@ -63,9 +63,12 @@ def load_tokenizer(path: Path) -> "Tokenizer":
         raise HeadrankError(f"{path}: reading it needs the package tokenizers: pip install 'headrank[hf]'") from None
     _bytes(path)
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
         raise HeadrankError(f"{path}: not a tokenizer.json: {error}") from None
+    tokenizer.no_truncation()  # some files ask for 128 tokens and no more
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _bytes(path: Path) -> bytes:
