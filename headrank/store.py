@@ -108,7 +108,7 @@ class Measurement:
 def write_measurement(measurement: Measurement, path: Path) -> None:
     """Writes one safetensors file: the Grams, and all the rest as JSON in its header. Whole or not at all."""
     rest = {"schema": SCHEMA, **asdict(replace(measurement, grams={}))}
-    data = save(measurement.grams, metadata={"headrank": json.dumps(rest, sort_keys=True)})
+    data = save(measurement.grams, metadata={"headrank": json.dumps(rest)})
     with replace_atomically(path) as temporary:
         temporary.write_bytes(data)
 
