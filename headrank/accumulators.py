@@ -8,9 +8,37 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from headrank.gram import unit_size
+
 CPU_BLOCK_BYTES = 1 << 20  # a block of scores is worked on in a core's second-level cache
 CUDA_BLOCK_BYTES = 1 << 28
+SAFE = 1e6  # heads whose largest number in the first batch lies between its inverse and it stay far from float32's ends: squares, sums and all
 PRODUCT_COLUMNS = 2048  # columns of one product of a batched one: short sums are exact enough in float32, their totals are float64
+
+
+class HeadSizes:
+    """A power of two near the size of each head's numbers, by which they are divided so that their float32 products neither overflow
+    nor vanish. It is 1 for sizes that are safe as they are, and until a head has a number other than 0."""
+
+    def __init__(self, n_head: int, device: torch.device) -> None:
+        self.size = torch.ones(n_head, dtype=torch.float64, device=device)
+        self._known = torch.zeros(n_head, dtype=torch.bool, device=device)
+        self._all_known = self._all_safe = False
+
+    def divide(self, numbers: Tensor, head_axis: int) -> None:
+        """Divides float32 numbers by their heads' sizes, in place."""
+        numbers = numbers.movedim(head_axis, 0)
+        if not self._all_known:
+            self._learn(numbers.abs().flatten(1).amax(1))
+        if not self._all_safe:
+            numbers.mul_(self.size.reciprocal().float().view(-1, *[1] * (numbers.dim() - 1)))
+
+    def _learn(self, largest: Tensor) -> None:
+        size = torch.exp2(torch.frexp(largest.double())[1].clamp(-125, 125).double())
+        safe = (largest > SAFE**-1) & (largest < SAFE) | ~largest.isfinite()
+        self.size = torch.where(self._known | safe | (largest == 0), self.size, size)
+        self._known |= largest != 0
+        self._all_known, self._all_safe = bool(self._known.all()), bool((self.size == 1).all())
 
 
 class ScoreGram:
@@ -22,6 +50,7 @@ class ScoreGram:
 
     def __init__(self, n_head: int, n_groups: int, device: torch.device) -> None:
         self.sums = torch.zeros(n_groups, n_head, n_head, dtype=torch.float64, device=device)
+        self.sizes = HeadSizes(n_head, device)
         self._buffer = torch.empty(0, device=device)
 
     def add(
@@ -48,7 +77,7 @@ class ScoreGram:
         G, S = k.shape[1:3]
         triangular = causal and mask is None
         q = q.unflatten(1, (G, H // G))  # [B, G, H / G, T, D]
-        keys = k.transpose(2, 3)
+        keys = (k if softcap is not None else _about_mean(k)).transpose(2, 3)
         for batch, t, stop in _blocks(B, H, T, S, q.device):
             seen = stop if triangular else S  # keys after the rows need no score at all
             allowed = _allowed(mask, keep, batch, t, stop, seen, triangular, q.device)
@@ -72,6 +101,7 @@ class ScoreGram:
     def _count(self, scores: Tensor, allowed: Tensor | None, groups: Tensor) -> None:
         """scores: [b, H, C, S], overwritten."""
         _center_rows(scores, allowed)
+        self.sizes.divide(scores, 1)
         self.sums.index_add_(0, groups, _row_products(scores.flatten(2)))
 
     def _scores(self, q: Tensor, keys: Tensor, scaling: float) -> Tensor:
@@ -92,7 +122,7 @@ class ScoreGram:
 
     def grams(self) -> Tensor:
         """[S, H, H] float64: a Gram matrix a group."""
-        return self.sums
+        return self.sums * self.sizes.size.outer(self.sizes.size)
 
 
 class OutputGram:
@@ -105,9 +135,11 @@ class OutputGram:
     def __init__(self, W_O: Tensor, n_groups: int) -> None:
         """W_O: [H, D_v, d_model] on the device of the pass."""
         H, D, _ = W_O.shape
-        flat = W_O.flatten(0, 1).float()
+        W_O, self.W_size = unit_size(W_O.float())
+        flat = W_O.flatten(0, 1)
         self.metric = flat @ flat.T  # [H D_v, H D_v]
         self.H, self.D = H, D
+        self.sizes = HeadSizes(H, W_O.device)
         self.sums = torch.zeros(n_groups, H, H, dtype=torch.float64, device=W_O.device)
         self.firsts = torch.zeros(n_groups, H * D, dtype=torch.float64, device=W_O.device)
         self.counts = torch.zeros(n_groups, dtype=torch.float64, device=W_O.device)
@@ -121,10 +153,13 @@ class OutputGram:
             z = torch.where(keep[..., None], z, 0)
         counts = keep.sum(1).double() if keep is not None else torch.full((B,), float(T), dtype=torch.float64, device=z.device)
         if self.shift is None:
-            self.shift = z.sum((0, 1), dtype=torch.float64).div(counts.sum().clamp(min=1)).float()
+            if not counts.any():
+                return
+            self.shift = z.sum((0, 1), dtype=torch.float64).div(counts.sum()).float()
         z = z - self.shift
         if keep is not None:
             z.mul_(keep[..., None])
+        self.sizes.divide(z.unflatten(2, (self.H, self.D)), 2)
         self.counts.index_add_(0, groups, counts)
         self.firsts.index_add_(0, groups, z.sum(1, dtype=torch.float64))
         self.sums.index_add_(0, groups, torch.stack([self._second(sequence) for sequence in z]))
@@ -145,13 +180,25 @@ class OutputGram:
         if self.shift is None:
             return self.sums
         total = self.counts.sum().clamp(min=1)
-        about = self.firsts.sum(0) / total if center else -self.shift.double()
+        about = self.firsts.sum(0) / total if center else -(self.shift.double().view(self.H, self.D) / self.sizes.size[:, None]).flatten()
         metric = self.metric.double().view(self.H, self.D, self.H, self.D)
         mean = about.view(self.H, self.D)
         toward = torch.einsum("iajb,jb->iaj", metric, mean)  # W_O^i W_O^jT m_j
         cross = torch.einsum("sia,iaj->sij", self.firsts.view(-1, self.H, self.D), toward)
         square = torch.einsum("ia,iaj->ij", mean, toward)
-        return self.sums - cross - cross.transpose(1, 2) + self.counts[:, None, None] * square
+        size = self.W_size * self.sizes.size
+        return (self.sums - cross - cross.transpose(1, 2) + self.counts[:, None, None] * square) * size.outer(size)
+
+
+def _about_mean(k: Tensor) -> Tensor:
+    """Keys [B, G, S, D] about their mean: all scores of a query change by the same amount, and a large constant part costs no digits.
+
+    16-bit keys on CUDA stay as they are: their own rounding is coarser, and they are multiplied as they are.
+    """
+    if k.is_cuda and k.dtype != torch.float32:
+        return k
+    k = k.float()
+    return k - k.mean(2, keepdim=True).nan_to_num(0, 0, 0)  # what stands in padding may be anything, and need not be near the mean
 
 
 def _blocks(B: int, H: int, T: int, S: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
