@@ -94,7 +94,9 @@ class _Reader:
     def heads(self, weight: Slice) -> Tensor:
         """[n, size, in] in the stored type."""
         tensor = self.whole(weight.tensor)
-        return self.finite(_take(tensor.T if weight.transposed else tensor, weight), weight.tensor)
+        if weight.transposed:
+            tensor = tensor.transpose(-1, -2)
+        return self.finite(_take(tensor.flatten(0, -2), weight), weight.tensor)
 
     def vector(self, name: str, weight: Slice) -> Tensor:
         """A bias cut as its matrix is, [n, size]."""

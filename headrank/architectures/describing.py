@@ -56,8 +56,7 @@ def _view(checkpoint: Checkpoint, part: str) -> _View:
         raise HeadrankError(f"part {part!r} is not known; known: {', '.join(PARTS)}")
     config, where = checkpoint.config, _config_file(checkpoint)
     if architecture := config.get("general.architecture"):  # GGUF: every key begins with the architecture's name
-        own = {key.removeprefix(f"{architecture}."): value for key, value in config.items()}
-        return _View(own, f"gguf:{architecture}", False, where)
+        return _View(_gguf_facts(checkpoint, architecture), f"gguf:{architecture}", False, where)
     for key in PARTS[part]:
         inner = config.get(key)
         if isinstance(inner, dict):
@@ -65,6 +64,22 @@ def _view(checkpoint: Checkpoint, part: str) -> _View:
     if part != "text":
         raise HeadrankError(f"{where}: has no {PARTS[part][0]}, so there is no {part} part")
     return _View(config, config.get("model_type"), False, where)
+
+
+def _gguf_facts(checkpoint: Checkpoint, architecture: str) -> dict[str, Any]:
+    """GGUF's metadata without the architecture's name, and what the format lets one leave out or work out."""
+    facts = {key.removeprefix(f"{architecture}."): value for key, value in checkpoint.config.items()}
+    d_model, H = facts.get("embedding_length"), facts.get("attention.head_count")
+    if type(d_model) is int and type(H) is int and H > 0 and d_model % H == 0:
+        facts = {"attention.key_length": d_model // H, "attention.value_length": d_model // H, **facts}
+    key, rope = facts.get("attention.key_length_mla", facts.get("attention.key_length")), facts.get("rope.dimension_count")
+    if type(key) is int and type(rope) is int and key >= rope:
+        facts["mla.nope"] = key - rope
+    facts["mla.value"] = facts.get("attention.value_length_mla", facts.get("attention.value_length"))
+    facts["mla.head_count_kv"] = H  # newer files say 1, for the latent that all heads share
+    if embedding := checkpoint.tensors.get("token_embd.weight"):
+        facts.setdefault("vocab_size", embedding.shape[0])
+    return facts
 
 
 def _config_file(checkpoint: Checkpoint) -> str:

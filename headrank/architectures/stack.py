@@ -15,6 +15,7 @@ WEIGHT = (".weight", "")
 GAIN = (".weight", ".gamma", "")
 BIAS = (".bias", ".beta")
 SCALES = (".weight_scale", ".weight_scale_inv", ".scales", ".SCB", ".weight.absmax", ".weight.quant_map", ".qweight", ".weight_packed", ".input_scale")
+UNUSED = re.compile(r"(?:^|[._])(?:(?:q|k|qk|query|key)_?(?:layer)?_?norm|(?:q|kv)_a_(?:layer)?norm|attn_sub_norm|attn_norm_2)")
 BIASES = {"q": "query bias", "v": "value bias"}  # a bias of keys cancels in the softmax; the output's belongs to no head
 
 
@@ -33,7 +34,8 @@ def find_stack(checkpoint: Checkpoint, row: Row, facts: Facts, group: str) -> "S
     """The stack under the first prefix that fits; None where no tensor of the row is there."""
     for prefix in row.prefixes:
         stack = Stack(checkpoint, row, facts, group, prefix, layers_of(checkpoint, prefix + row.layer))
-        if any(stack.has_attention(index) for index in stack.names):
+        first = next((index for index in sorted(stack.names) if stack.has_attention(index)), None)
+        if first is not None and all(stack.find(stack.full_name(first, name), WEIGHT) for name in row.needs):
             return stack
     return None
 
@@ -81,6 +83,7 @@ class Stack:
         k, v = (self.projection(key, kv_layer, d_model) for key in ("k", "v"))
         if H % k.n or H % v.n or v.size != o.size or q.size != k.size:
             raise HeadrankError(f"{self.facts.where}: layer {index} has {H} query heads of {q.size} and {k.n} key heads of {k.size}; they do not fit")
+        self.refuse_unused(index, q, k, v, o)
         cached = 0 if kv_layer != index or not self.row.flags["causal"] else _cached(k, v)
         window = self.facts.window(index)
         return AttentionLayer(
@@ -128,7 +131,10 @@ class Stack:
         rows = rows_of(spec.pattern, counts, sizes)
         along_columns = spec.transposed != (key == "o")  # the output projection falls to heads along its input
         expected = (width, rows) if along_columns else (rows, width)
-        if self.checkpoint.tensors[name].shape != expected:
+        shape = self.checkpoint.tensors[name].shape
+        if len(shape) == 3 and key != "o":  # a matrix a head: [heads, out, in], or [heads, in, out]
+            shape = (shape[1], shape[0] * shape[2]) if spec.transposed else (shape[0] * shape[1], shape[2])
+        if shape != expected:
             raise self.misshapen(name, expected, spec, counts, sizes, width)
         pattern = lay_out(spec.pattern, counts, sizes)
         weight = Slice(tensor=name, starts=pattern.starts[spec.part], size=sizes[spec.part], transposed=along_columns, pattern=spec.pattern)
@@ -182,13 +188,19 @@ class Stack:
         if size not in allowed:
             raise HeadrankError(f"{name} in {info.file} has {size} numbers, but {self.facts.where} means {' or '.join(map(str, dict.fromkeys(allowed)))}")
 
+    def refuse_unused(self, index: int, *projections: Projection) -> None:
+        """Raises HeadrankError where a layer has norms of queries or keys that the row does not know: it would be the wrong row."""
+        used = {name for projection in projections for name in tensors_of(projection)}
+        strange = [name for name in self.names[index] if UNUSED.search(name) and self.full_name(index, name) not in used]
+        if strange and self.facts.kv_layer(index, self.facts.depth()) == index:
+            text = f"layer {index} has {', '.join(strange[:3])}, which layout {self.row.name} does not use"
+            raise HeadrankError(f"{self.checkpoint.path}: {text}; describe the architecture with --layout FILE")
+
     def refuse_scales(self, name: str) -> None:
         """Raises HeadrankError where a matrix comes with scales that would have to be applied."""
         if scales := [name + ending for ending in SCALES if name + ending in self.checkpoint.tensors]:
             info = self.checkpoint.tensors[scales[0]]
-            raise HeadrankError(
-                f"{info.file}: {name} is quantised ({scales[0].rpartition('.')[2]}) and its scales are not applied; take the original weights"
-            )
+            raise HeadrankError(f"{info.file}: {name} is quantised ({scales[0].rpartition('.')[2]}) and its scales are not applied; take the original weights")
 
     def absent(self, index: int, name: str) -> HeadrankError:
         found = ", ".join(sorted(self.names.get(index, []))[:8]) or "nothing"
@@ -205,6 +217,14 @@ class Stack:
         numbers += [f"size of {part} = {size}" for part, size in sizes.items() if re.search(rf"\b{part}\b", spec.pattern)]
         text = f"{name} in {info.file} has shape {list(info.shape)}, but {self.facts.where} means {list(expected)}"
         return HeadrankError(f"{text}\n(rows {spec.pattern}; {', '.join(numbers)}; width {width}; layout {self.row.name})")
+
+
+def tensors_of(projection: Projection) -> set[str]:
+    """Names of all tensors that a projection is made of."""
+    steps = [step for chains in projection.parts.values() for chain in chains for step in chain]
+    norms = [norm for norm in (projection.head_norm, *(step.norm for step in steps)) if norm is not None]
+    biases = {step.bias for step in steps if step.bias is not None}
+    return {step.weight.tensor for step in steps} | biases | {name for norm in norms for name in (*norm.gain, *norm.bias)}
 
 
 def _cached(k: Projection, v: Projection) -> int:

@@ -18,7 +18,7 @@ NORMS = {"rms": (False, False), "rms+1": (False, True), "layernorm": (True, Fals
 NORM_KEYS = ("norm", "q_norm", "k_norm", "o_norm")
 PROJECTIONS = ("q", "k", "v", "o")
 TABLES = ("when", "sizes", "defaults", "nested", "groups")
-KEYS = {"like", "model_types", "prefixes", "layer", "qkv", "window_if", *PROJECTIONS, *NORM_KEYS, *TABLES, *FACTS, *FLAGS}
+KEYS = {"like", "model_types", "needs", "prefixes", "layer", "qkv", "window_if", *PROJECTIONS, *NORM_KEYS, *TABLES, *FACTS, *FLAGS}
 EXAMPLE = """layer = "layers.{i}."
 n_layer = "num_hidden_layers"
 d_model = "hidden_size"
@@ -71,6 +71,8 @@ class Row:
     """The file that it stands in, for messages."""
     model_types: tuple[str, ...]
     when: dict[str, Any]
+    needs: tuple[str, ...]
+    """Tensors of a layer without which the row is not meant."""
     prefixes: tuple[str, ...]
     layer: str
     facts: dict[str, Source]
@@ -98,7 +100,7 @@ def families() -> tuple[Row, ...]:
     """The rows of families.toml; those with more conditions first, since they say more."""
     document, shared = _table_file()
     rows = {name: _parse_with_groups(name, document, shared, "families.toml") for name in document}
-    return tuple(sorted((row for row in rows.values() if row.model_types), key=lambda row: -len(row.when)))
+    return tuple(sorted((row for row in rows.values() if row.model_types), key=lambda row: -len(row.when) - len(row.needs)))
 
 
 def read_layout(path: Path) -> Row:
@@ -170,6 +172,7 @@ def _parse_row(name: str, table: Mapping[str, Any], source: str, groups: dict[st
         source=source,
         model_types=tuple(_strings(table.get("model_types", []), f"{where}: model_types")),
         when=_table(table.get("when", {}), f"{where}: when"),
+        needs=tuple(_strings(table.get("needs", []), f"{where}: needs")),
         prefixes=tuple(_strings(table["prefixes"], f"{where}: prefixes")),
         layer=layer,
         facts={key: _source(table[key], f"{where}: {key}") for key in FACTS if key in table},

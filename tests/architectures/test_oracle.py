@@ -54,7 +54,7 @@ def test_factors_times_hidden_states_are_what_attention_is_handed(case: Case, tm
         ("llama", 'norm = "rms post_attention_layernorm"', "qkv"),
         ("gemma", 'norm = "rms input_layernorm"', "qkv"),
         ("cohere", 'norm = "rms input_layernorm"', "qkv"),
-        ("qwen3", 'q_norm = "rms self_attn.k_norm"', "q"),
+        ("qwen3", 'q_norm = "rms+1 self_attn.q_norm"', "q"),
         ("gemma3_text", 'k_norm = "rms self_attn.k_norm"', "k"),
         ("bert", 'norm = "layernorm attention.output.LayerNorm"', "qkv"),
         ("llama", 'k = "self_attn.v_proj: G*k"', "k"),

@@ -1,0 +1,35 @@
+"""nanochat's folders: model_NNNNNN.pt with meta_NNNNNN.json, a pair a step."""
+
+import re
+from pathlib import Path
+
+from headrank.checkpoints.files import inside, read_json
+from headrank.checkpoints.pytorch import TorchCheckpoint, load, state_dict_of
+from headrank.errors import HeadrankError
+
+MODEL = re.compile(r"model_(\d+)\.pt")
+
+
+def steps_of(folder: Path) -> dict[int, str]:
+    """Step -> file name of every model in a folder that has its meta file beside it."""
+    found = {int(match.group(1)): entry.name for entry in folder.iterdir() if (match := MODEL.fullmatch(entry.name))}
+    return {step: name for step, name in sorted(found.items()) if (folder / _meta_name(name)).exists()}
+
+
+def open_nanochat(path: Path, folder: Path, step: int | None) -> TorchCheckpoint:
+    """The model of one step, the last where none is given. Optimizer files are not looked at."""
+    steps = steps_of(folder)
+    if step is not None and step not in steps:
+        raise HeadrankError(f"{folder}: no step {step}; there are {', '.join(map(str, steps))}")
+    name = steps[max(steps) if step is None else step]
+    file, meta_name = inside(folder, name), _meta_name(name)
+    meta = read_json(inside(folder, meta_name))
+    config = meta.get("model_config")
+    if not isinstance(config, dict):
+        raise HeadrankError(f"{folder / meta_name}: has no model_config")
+    state, _ = state_dict_of(load(file), file)
+    return TorchCheckpoint(path, {file: state}, format="nanochat", config={"model_type": "nanochat", **config}, config_name=meta_name)
+
+
+def _meta_name(model_name: str) -> str:
+    return model_name.replace("model_", "meta_").replace(".pt", ".json")
