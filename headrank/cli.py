@@ -134,16 +134,22 @@ def variance(options: Shared) -> None:
 def effrank(
     compare: Annotated[bool, typer.Option("--compare", help="Uncentred and centred side by side.")] = False,
     null: Annotated[bool, typer.Option("--null", help="Show what random heads of the same geometry have.")] = False,
+    relative: Annotated[bool, typer.Option("--relative", help="Depth from 0 to 1, rank as a fraction of the heads.")] = False,
+    steps: Annotated[bool, typer.Option("--steps", help="Models are runs: rank against training tokens.")] = False,
     options: Shared = Shared(),
 ) -> None:
     """Effective rank of the heads against layer, a panel a scale."""
     with _exit_codes():
         from headrank import commands
 
+        if compare + relative + steps > 1 or (steps and null):
+            raise HeadrankError("--compare, --relative and --steps are figures of their own, and --steps has no null; give one of them")
         if compare:
             commands.run_compare(options, null=null)
+        elif steps:
+            commands.run_steps(options)
         else:
-            commands.run("effrank", options, null=null)
+            commands.run("effrank", options, null=null, is_relative=relative)
 
 
 @app.command("table", cls=SpreadCommand, epilog="Example: headrank table --source weights")

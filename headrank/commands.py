@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from headrank import summary, tables
+from headrank.dynamics import as_run, run_document, run_rows, step_refs, steps_cells
 from headrank.errors import HeadrankError
 from headrank.measure import LayerChoice, Settings, all_layers, form_of, measure
 from headrank.measures import circuit_of, gram_name
@@ -101,13 +102,13 @@ def publish(stem: str, options: "Shared", work: Callable[[Terminal], Report], *,
         raise HeadrankError("\n".join(report.faults))
 
 
-def run(command: str, options: "Shared", *, null: bool = False) -> None:
+def run(command: str, options: "Shared", *, null: bool = False, is_relative: bool = False) -> None:
     """Carries out heatmap, spectra, variance or effrank."""
     settings = settings_of(options, null=null)
 
     def work(terminal: Terminal) -> Report:
         refs = choose_models(options, figure=command, largest_only=command != "effrank", remark=terminal.remark)
-        results = collect(command, refs, options, settings, terminal, is_centered=options.centered)
+        results = replace(collect(command, refs, options, settings, terminal, is_centered=options.centered), is_relative=is_relative)
         return Report(
             document=tables.document(results),
             texts={"csv": tables.csv_text(results)},
@@ -142,6 +143,35 @@ def run_compare(options: "Shared", *, null: bool) -> None:
         )
 
     publish("effrank-compare", options, work)
+
+
+def run_steps(options: "Shared") -> None:
+    """Carries out effrank --steps: the mean effective rank against the tokens seen in training."""
+    settings = settings_of(options)
+
+    def work(terminal: Terminal) -> Report:
+        refs = choose_models(options, figure="effrank", largest_only=False, remark=terminal.remark)
+        runs, firsts, faults = [], [], []
+        for ref in refs:
+            results = collect("effrank", step_refs(ref), options, settings, terminal, is_centered=options.centered)
+            runs.append(as_run(ref, results.models))
+            firsts.append(replace(results.models[0], label=ref.label))
+            faults += results.faults
+        shared = replace(results, models=tuple(firsts))
+        document = {**tables.document(shared), "command": "effrank-steps", "runs": [run_document(run) for run in runs]}
+        del document["models"]
+        lines = run_rows(runs)
+        from headrank.figures import steps_figure
+
+        return Report(
+            document=document,
+            texts={"csv": tables.csv_lines(lines)},
+            figure=lambda: steps_figure(runs, shared),
+            show=lambda console: tables.print_cells(*steps_cells(runs), console),
+            faults=faults,
+        )
+
+    publish("effrank-steps", options, work)
 
 
 def run_table(options: "Shared", *, null: bool) -> None:

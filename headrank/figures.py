@@ -15,6 +15,7 @@ from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from headrank.dynamics import Run
 from headrank.output import without_glyph_warnings
 from headrank.results import LayerResult, ModelResult, Results
 
@@ -130,7 +131,7 @@ def _layer_name(models: Sequence[ModelResult], place: int) -> str:
 @style.context(STYLE)
 def effrank_figure(results: Results) -> Figure:
     """Effective rank against layer, a panel a scale and a line a model, with a gap where it is undefined."""
-    scales = _by_scale(results)
+    scales = {None: list(results.models)} if results.is_relative else _by_scale(results)
     grid = _rows([list(scales.items())], 3)
     n_columns = max(map(len, grid))
     figure = Figure(figsize=(max(6.2 * n_columns, 6.8), 4.4 * len(grid) + 0.6), layout="constrained")
@@ -140,7 +141,7 @@ def effrank_figure(results: Results) -> Figure:
         for c, (scale, models) in enumerate(row):
             ax = figure.add_subplot(len(grid), n_columns, r * n_columns + c + 1)
             ax.set_title(scale or ("Given by path" if len(scales) > 1 else ""), fontsize=11)
-            _draw_ranks(ax, models, looks)
+            _draw_ranks(ax, models, looks, is_relative=results.is_relative)
     _legends(figure, "lower left")
     _caption(figure, results, is_centered=results.is_centered)
     return figure
@@ -163,17 +164,53 @@ def compare_figure(plain: Results, centered: Results) -> Figure:
     return figure
 
 
-def _draw_ranks(ax: Axes, models: Sequence[ModelResult], looks: dict[str, tuple[str, str]]) -> None:
-    """A line a model, its interval shaded, the null's range dotted."""
+@style.context(STYLE)
+def steps_figure(runs: Sequence[Run], results: Results) -> Figure:
+    """Mean effective rank over layers against the tokens seen in training, a line a run; a panel a scale. results: the first steps'."""
+    scales = list(dict.fromkeys(run.scale for run in runs))
+    figure = Figure(figsize=(max(6.2 * len(scales), 6.8), 5.0), layout="constrained")
+    _title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices in Training")
+    looks = _looks(results)
+    for place, scale in enumerate(scales):
+        ax = figure.add_subplot(1, len(scales), place + 1)
+        ax.set_title(scale or "", fontsize=11)
+        shown = [run for run in runs if run.scale == scale]
+        for run in shown:
+            tokens = np.array(run.tokens)
+            means = [step.mean("effective_rank") for step in run.steps]
+            _draw_line(ax, tokens, np.array([np.nan if mean is None else mean for mean in means]), run.label, looks[run.label])
+            _shade(ax, tokens, np.array([step.mean_interval("effective_rank") or (np.nan, np.nan) for step in run.steps]), looks[run.label])
+        ax.axhline(1, color="grey", linestyle="--", linewidth=1.2, label=REDUNDANT)
+        seen = [tokens for run in shown for tokens in run.tokens]
+        ax.set_xscale("log" if min(seen) > 0 and max(seen) > 20 * min(seen) else "linear")
+        ax.set_ylim(bottom=0)
+        ax.grid(alpha=0.3)
+        ax.set_xlabel("Training Tokens")
+        ax.set_ylabel("Mean Effective Rank")
+    _legends(figure, "lower left")
+    _caption(figure, results, is_centered=results.is_centered)
+    return figure
+
+
+def _draw_ranks(ax: Axes, models: Sequence[ModelResult], looks: dict[str, tuple[str, str]], *, is_relative: bool = False) -> None:
+    """A line a model, its interval shaded, the null's range dotted. Relative: depth from 0 to 1, rank as a fraction of the heads."""
     for name, model, layers in _stacks(models):
-        x = np.array([layer.facts.index for layer in layers])
-        ranks = np.array([np.nan if layer.effective_rank is None else layer.effective_rank for layer in layers])
+        x = np.array([model.depth(layer) if is_relative else layer.facts.index for layer in layers])
+        share = np.array([layer.facts.n_head if is_relative else 1 for layer in layers])
+        ranks = np.array([np.nan if layer.effective_rank is None else layer.effective_rank for layer in layers]) / share
         label = f"{name} (undefined)" if np.isnan(ranks).all() else name
         _draw_line(ax, x, ranks, label, looks[name])
         _shade(ax, x, np.array([layer.interval or (np.nan, np.nan) for layer in layers]), looks[name])
         if model.null is not None:
             ends_of_null = [model.null.low, model.null.high]
             ax.hlines(ends_of_null, 0, 1, transform=ax.get_yaxis_transform(), color=looks[name][0], linestyle=":", linewidth=1)
+    if is_relative:  # full redundancy is 1/H, another height for each number of heads
+        ax.set_xlabel("Relative Depth")
+        ax.set_ylabel("Effective Rank / Heads")
+        ax.set_xlim(-0.03, 1.03)
+        ax.set_ylim(0, 1.05)
+        ax.grid(alpha=0.3)
+        return
     ax.axhline(1, color="grey", linestyle="--", linewidth=1.2, label=REDUNDANT)
     ax.set_xlabel("Layer")
     ax.set_ylabel("Effective Rank")

@@ -114,9 +114,9 @@ class ModelResult:
         defined = [value for value in values if value is not None]
         return float(np.mean(defined)) if defined else None
 
-    def layer(self, index: int) -> LayerResult:
-        """The layer of that index, the first of its stacks that has it."""
-        return next(layer for layer in self.layers if layer.facts.index == index)
+    def depth(self, layer: LayerResult) -> float:
+        """A layer's place from 0, the first, to 1, the last."""
+        return layer.facts.index / max(1, self.model.n_layer - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +130,8 @@ class Results:
     settings: dict[str, Any]
     """Settings that all models share, such as raw and center."""
     models: tuple[ModelResult, ...]
+    is_relative: bool = False
+    """Depth is shown from 0 to 1 and effective rank as a fraction of the heads, so that unlike models stand side by side."""
 
     @property
     def faults(self) -> list[str]:

@@ -106,6 +106,8 @@ def _layer_document(layer: LayerResult, model: ModelResult, command: str) -> dic
         entry["intervals"] = {name: ends.tolist() for name, ends in layer.intervals.items() if name in shown}
     if reason := _reason(layer):
         entry["reason"] = reason
+    if command == "effrank":
+        entry["relative_depth"] = model.depth(layer)
     if command in CURVES:
         values = getattr(layer, CURVES[command])
         entry[CURVES[command]] = None if values is None else values.tolist()
