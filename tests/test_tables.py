@@ -325,3 +325,10 @@ def test_curves_are_written_with_their_intervals(command: str, quantity: str) ->
     read = list(csv.reader(io.StringIO(csv_text(of))))[1:]
     numbers = np.array([row[4:8] for row in read], dtype=float)
     np.testing.assert_array_equal(numbers, np.column_stack([np.arange(1, 4), getattr(layer, quantity), layer.intervals[quantity]]))
+
+
+def test_centred_ranks_are_given_as_percent_of_the_heads_and_of_the_attainable() -> None:
+    (entry,) = document(results("effrank", [model("a", layers=range(3), n_head=5, is_centered=True)], is_centered=True))["models"]
+    assert entry["percent_of_heads"] == pytest.approx(100 * entry["mean_effective_rank"] / 5)
+    assert entry["percent_of_attainable"] == pytest.approx(100 * entry["mean_effective_rank"] / 4)
+    assert entry["layers"][1]["percent_of_attainable"] == pytest.approx(100 * entry["layers"][1]["effective_rank"] / 4)
