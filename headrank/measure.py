@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from headrank.errors import HeadrankError, NotFiniteError
 from headrank.measures import OPERATOR, check_source, find_measure
 from headrank.selection import ModelRef, resolve_layers
 from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
+
+if TYPE_CHECKING:
+    from headrank.tokens import Sequences
 
 FORM = {"measure": OPERATOR, "rope_offset": 0, "rope_mean": None}  # settings of what is measured of the heads, and what is plain
 MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
@@ -235,27 +238,11 @@ class _ActivationsWork:
     def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
         import torch
 
-        from headrank.tokens import cut_sequences
-
         self.checkpoint, self.architecture, self.asked = checkpoint, architecture, settings
-        self.device = torch.device(_device(settings.device))
+        self.device = torch.device(device_name(settings.device))
         self.dtype = getattr(torch, settings.dtype if settings.dtype != "auto" else ("bfloat16" if self.device.type == "cuda" else "float32"))
-        context = architecture.context
-        seq_len = settings.seq_len or min(context or 512, 512)
-        if context and seq_len > context:
-            raise HeadrankError(f"{checkpoint.path}: --seq-len {seq_len} is more than the {context} tokens that the model was trained on")
-        if settings.skip_first >= seq_len - 1:
-            raise HeadrankError(f"--skip-first {settings.skip_first} leaves no pair of tokens in sequences of {seq_len}")
-        self.sequences = cut_sequences(_stream(checkpoint, architecture, settings), seq_len=seq_len, n_sequences=settings.n_sequences, seed=settings.seed)
-        N, T = self.sequences.ids.shape
-        self.tokens = {
-            "source": self.sequences.source,
-            "sha256": self.sequences.sha256,
-            "n_sequences": N,
-            "seq_len": T,
-            "n_tokens": self.sequences.n_tokens,
-            "seed": settings.seed,
-        }
+        self.sequences = sequences_to_feed(checkpoint, architecture, settings)
+        self.tokens = facts_of(self.sequences, settings)
         self.settings = {
             "center": settings.center,
             "skip_first": settings.skip_first,
@@ -298,7 +285,8 @@ def form_of(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name, plain in FORM.items() if getattr(settings, name) != plain}
 
 
-def _device(name: str) -> str:
+def device_name(name: str) -> str:
+    """The device that --device means. Raises HeadrankError where PyTorch does not find it."""
     import torch
 
     if name == "auto":
@@ -308,6 +296,25 @@ def _device(name: str) -> str:
     if name == "mps" and not torch.backends.mps.is_available():
         raise HeadrankError("--device mps: PyTorch finds no Metal device here; use --device cpu")
     return name
+
+
+def sequences_to_feed(checkpoint: Any, architecture: Any, settings: Settings) -> "Sequences":
+    """The sequences that settings choose. Raises HeadrankError where they do not fit the model."""
+    from headrank.tokens import cut_sequences
+
+    context = architecture.context
+    seq_len = settings.seq_len or min(context or 512, 512)
+    if context and seq_len > context:
+        raise HeadrankError(f"{checkpoint.path}: --seq-len {seq_len} is more than the {context} tokens that the model was trained on")
+    if settings.skip_first >= seq_len - 1:
+        raise HeadrankError(f"--skip-first {settings.skip_first} leaves no pair of tokens in sequences of {seq_len}")
+    return cut_sequences(_stream(checkpoint, architecture, settings), seq_len=seq_len, n_sequences=settings.n_sequences, seed=settings.seed)
+
+
+def facts_of(sequences: "Sequences", settings: Settings) -> dict[str, Any]:
+    """What was fed, for documents."""
+    N, T = sequences.ids.shape
+    return {"source": sequences.source, "sha256": sequences.sha256, "n_sequences": N, "seq_len": T, "n_tokens": sequences.n_tokens, "seed": settings.seed}
 
 
 def _stream(checkpoint: Any, architecture: Any, settings: Settings) -> Any:
