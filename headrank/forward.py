@@ -13,7 +13,7 @@ from headrank.architectures import Architecture
 from headrank.checkpoints import Checkpoint
 from headrank.config import MODEL_TYPE, ModelConfig
 from headrank.errors import HeadrankError
-from headrank.model import load_decoder
+from headrank.model import Decoder, load_decoder
 from headrank.moments import HeadMoments, linear_cka_gram
 from headrank.store import LayerFacts
 from headrank.tokens import Sequences
@@ -127,7 +127,7 @@ class DecoderRunner:
 
                 hooks.append(block.attn.c_v.register_forward_hook(hook))
         try:
-            self.model.hidden(ids, valid=valid, probe=_DecoderProbe(self.model, recorder, valid), last_layer=last_layer)
+            self.model.hidden(ids, valid=valid, probe=_DecoderProbe(self.model, recorder), last_layer=last_layer)
         finally:
             for handle in hooks:
                 handle.remove()
@@ -143,8 +143,8 @@ def load_runner(checkpoint: Checkpoint, architecture: Architecture, *, device: t
 
 
 class _DecoderProbe:
-    def __init__(self, model: Any, recorder: Recorder, valid: Tensor | None) -> None:
-        self.model, self.recorder, self.valid = model, recorder, valid
+    def __init__(self, model: Decoder, recorder: Recorder) -> None:
+        self.model, self.recorder = model, recorder
 
     def scores(self, layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
         if self.recorder.wants(str(layer), "qk"):
@@ -174,7 +174,8 @@ def pass_over(
     """Runs all sequences and returns the Gram matrices, 'qk/3' -> [n_groups, H, H].
 
     Where no batch size is given, one is chosen and halved until a batch fits in memory. skip_first leaves out the first tokens of
-    each sequence as queries and keys. on_batch is told how many sequences are done.
+    each sequence as queries and keys. on_batch is told how many sequences are done. Raises HeadrankError where memory does not
+    suffice for the batch size that was asked for, or for one sequence.
     """
     N, T = sequences.ids.shape
     size = batch_size or max(1, min(N, TOKENS_PER_BATCH.get(device.type, 4096) // T))
@@ -188,8 +189,12 @@ def pass_over(
             on_batch(N, N)
             return recorder.grams(center=center)
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a plain one
-            if batch_size or size == 1 or not _is_out_of_memory(error):
+            if not _is_out_of_memory(error):
                 raise
+            if batch_size:
+                raise HeadrankError(f"out of memory with --batch-size {batch_size}; give a smaller one, or leave it out") from None
+            if size == 1:
+                raise HeadrankError(f"out of memory with a single sequence of {T} tokens; give a smaller --seq-len") from None
         size = max(1, size // 2)  # from the start: sums of a batch that broke off half-way must not count
         remark(f"out of memory; going on with {size} sequences a batch")
         del recorder
@@ -215,4 +220,4 @@ def _run_batch(
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

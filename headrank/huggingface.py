@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrank.errors import HeadrankError
 from headrank.forward import Recorder
+from headrank.model.attention import keep_nan
 from headrank.store import LayerFacts
 from headrank.tokens import load_tokenizer
 
@@ -444,7 +445,7 @@ def _attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,  # noqa: ARG001  (the mask says it)
+    is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -473,7 +474,8 @@ def _attention(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     fused = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return fused(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, is_causal=causal, position_bias=position_bias)
+    z, _ = fused(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, is_causal=causal, position_bias=position_bias)
+    return keep_nan(z, query), None
 
 
 def _mask_and_bias(mask: Tensor | None, bias: Tensor | None, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:

@@ -340,3 +340,15 @@ def test_checkpoints_that_are_not_this_decoder_are_refused_by_tensor() -> None:
     tensors = weights(decoder(CONFIGS["mha"])) | {"transformer.h.0.attn.q_gain": torch.ones(10)}
     text = "folder: tensor transformer.h.0.attn.q_gain is no part of this decoder, so its forward pass is another; use --source weights"
     assert refusal(tensors) == text
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_query_that_is_no_number_stays_none_through_the_attention(padded: bool) -> None:
+    """torch's fused causal attention on the CPU makes it 0, which would look like a dead head."""
+    model, seen = decoder(CONFIGS["mha"]), Seen()
+    model.get_parameter("transformer.h.1.attn.c_q.weight")[23, 4] = math.nan  # head 2
+    hidden = model.hidden(IDS, valid=RIGHT if padded else None, probe=seen)
+    assert seen.z[0].isfinite().all()
+    assert seen.z[1][:, :, 2].isnan().all()
+    assert seen.z[1][:, :, [0, 1, 3, 4, 5]].isfinite().all()
+    assert hidden.isnan().all()

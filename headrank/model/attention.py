@@ -67,10 +67,10 @@ class Attention(nn.Module):
         scaling = q.shape[-1] ** -0.5
         if probe is not None:
             probe.scores(self.layer, q, k, scaling)
-        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]).transpose(
-            1, 2
-        )  # [B, T, H, D]
+        shared = k.shape[1] != q.shape[1]
+        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shared).transpose(1, 2)  # [B, T, H, D]
         if probe is not None:
+            z = keep_nan(z, q)
             probe.outputs(self.layer, z)
         return self.c_proj(z.flatten(2))
 
@@ -109,6 +109,11 @@ def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
+
+
+def keep_nan(z: Tensor, q: Tensor) -> Tensor:
+    """z [B, T, H, D_v] with NaN where the query, q [B, H, T, D], holds one: torch's fused causal attention on the CPU makes it 0."""
+    return z.masked_fill(q.isnan().any(-1).transpose(1, 2).unsqueeze(-1), float("nan"))
 
 
 def _norm(x: Tensor) -> Tensor:
