@@ -5,6 +5,7 @@ Figures are made with matplotlib.figure.Figure: no pyplot, so no display, no bac
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -131,7 +132,11 @@ def _layer_name(models: Sequence[ModelResult], place: int) -> str:
 @style.context(STYLE)
 def effrank_figure(results: Results) -> Figure:
     """Effective rank against layer, a panel a scale and a line a model, with a gap where it is undefined."""
-    scales = {None: list(results.models)} if results.is_relative else _by_scale(results)
+    if results.is_relative:  # all in one panel, so a label that two scales have is told apart
+        several = len(_by_scale(results)) > 1
+        named = (replace(model, label=f"{model.label} ({model.scale})" if several and model.scale else model.label, scale=None) for model in results.models)
+        results = replace(results, models=tuple(named))
+    scales = _by_scale(results)
     grid = _rows([list(scales.items())], 3)
     n_columns = max(map(len, grid))
     figure = Figure(figsize=(max(6.2 * n_columns, 6.8), 4.4 * len(grid) + 0.6), layout="constrained")
@@ -200,9 +205,9 @@ def _draw_ranks(ax: Axes, models: Sequence[ModelResult], looks: dict[str, tuple[
         ranks = np.array([np.nan if layer.effective_rank is None else layer.effective_rank for layer in layers]) / share
         label = f"{name} (undefined)" if np.isnan(ranks).all() else name
         _draw_line(ax, x, ranks, label, looks[name])
-        _shade(ax, x, np.array([layer.interval or (np.nan, np.nan) for layer in layers]), looks[name])
+        _shade(ax, x, np.array([layer.interval or (np.nan, np.nan) for layer in layers]) / share[:, None], looks[name])
         if model.null is not None:
-            ends_of_null = [model.null.low, model.null.high]
+            ends_of_null = np.array([model.null.low, model.null.high]) / share.max()
             ax.hlines(ends_of_null, 0, 1, transform=ax.get_yaxis_transform(), color=looks[name][0], linestyle=":", linewidth=1)
     if is_relative:  # full redundancy is 1/H, another height for each number of heads
         ax.set_xlabel("Relative Depth")
@@ -313,20 +318,20 @@ def _clear(ax: Axes, legend: Legend) -> None:
     """Moves the upper or lower limit away until no data lies behind the legend. The dashed line may: the legend is translucent."""
     box = legend.get_window_extent().transformed(ax.transAxes.inverted())
     is_above = box.y0 > 0.5
-    share = 0.02 + (1 - box.y0 if is_above else box.y1)  # of the panel's height
-    left, right = ax.transLimits.inverted().transform([(box.x0, 0), (box.x1, 0)])[:, 0]
+    share = 0.02 + (1 - box.y0 if is_above else box.y1)  # of the panel's height, as all that follows
+    to_axes = ax.transData + ax.transAxes.inverted()
     behind = [np.nan]
     for line in ax.lines:
-        x, y = np.asarray(line.get_xdata(), dtype=float), np.asarray(line.get_ydata(), dtype=float)
-        if len(x) and line.get_linestyle() != "--":
-            behind.extend([*y[(x >= left) & (x <= right)], *np.interp([left, right], x, y, left=np.nan, right=np.nan)])
+        if line.get_xydata().size and line.get_linestyle() != "--":
+            x, y = to_axes.transform(line.get_xydata()).T
+            behind.extend([*y[(x >= box.x0) & (x <= box.x1)], *np.interp([box.x0, box.x1], x, y, left=np.nan, right=np.nan)])
     if np.isnan(behind).all():
         return
     low, high = ax.get_ylim()
     if is_above:
-        ax.set_ylim(low, max(high, low + (np.nanmax(behind) - low) / (1 - share)))
+        ax.set_ylim(low, max(high, low + np.nanmax(behind) * (high - low) / (1 - share)))
     else:
-        ax.set_ylim(min(low, high - (high - np.nanmin(behind)) / (1 - share)), high)
+        ax.set_ylim(min(low, high - (1 - np.nanmin(behind)) * (high - low) / (1 - share)), high)
         ax.set_yticks([tick for tick in ax.get_yticks() if 0 <= tick <= high])  # no rank is below 0
 
 

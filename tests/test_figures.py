@@ -11,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from headrank.figures import compare_figure, effrank_figure, heatmap_figure, spectra_figure, variance_figure
+from headrank.dynamics import Run
+from headrank.figures import compare_figure, effrank_figure, heatmap_figure, spectra_figure, steps_figure, variance_figure
 from headrank.output import figure_bytes
-from headrank.results import Null, Results
+from headrank.results import ModelResult, Null, Results
 from tests.sample_results import TOKENS, VARIANTS, model, results
 
 DRAW = {"heatmap": heatmap_figure, "spectra": spectra_figure, "variance": variance_figure, "effrank": effrank_figure}
@@ -265,6 +266,7 @@ def test_a_users_matplotlibrc_changes_nothing_and_is_left_alone(command: str) ->
 def test_figures_need_no_display_and_no_pyplot() -> None:
     script = """
 import sys
+from headrank.dynamics import Run
 from headrank.figures import heatmap_figure
 from headrank.output import figure_bytes
 from tests.sample_results import model, results
@@ -301,14 +303,49 @@ def test_uncentred_and_centred_ranks_stand_side_by_side() -> None:
     assert "centred" not in caption(figure)
 
 
-def test_intervals_are_shaded_and_the_null_is_dotted_without_an_entry_in_the_legend() -> None:
-    (plain,) = effranks({None: 5}, ("a",)).models
+def with_interval_and_null(of: ModelResult) -> ModelResult:
     ends = {"effective_rank": np.array([1.25, 3.5])}
-    shown = replace(plain, layers=tuple(replace(layer, intervals=ends) for layer in plain.layers), null=Null(mean=4.5, low=4.25, high=4.75, n_samples=7))
-    figure = effrank_figure(results("effrank", [shown]))
+    layers = tuple(replace(layer, intervals=ends) for layer in of.layers)
+    return replace(of, layers=layers, null=Null(mean=4.5, low=4.25, high=4.75, n_samples=7))
+
+
+def test_intervals_are_shaded_and_the_null_is_dotted_without_an_entry_in_the_legend() -> None:
+    figure = effrank_figure(results("effrank", [with_interval_and_null(model("a", layers=range(5)))]))
     (ax,) = figure.axes
     band, null = ax.collections
     assert (band.get_datalim(ax.transData).y0, band.get_datalim(ax.transData).y1) == (1.25, 3.5)
     assert [segment[0, 1] for segment in null.get_segments()] == [4.25, 4.75]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "Fully redundant"]
     assert caption(figure).endswith("shaded: 95 % over sequences · dotted: 95 % of random heads")
+
+
+def test_unlike_models_in_relative_depth_share_a_panel_with_everything_a_fraction_of_their_heads() -> None:
+    small = with_interval_and_null(model("MHA", layers=range(5), n_layer=5, n_head=5, scale="128M"))
+    large = model("MHA", layers=range(11), n_layer=11, n_head=17, scale="2.5B")
+    figure = effrank_figure(replace(results("effrank", [small, large]), is_relative=True))
+    (ax,) = figure.axes
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["MHA (128M)", "MHA (2.5B)"]
+    assert len({line.get_color() for line in ax.lines}) == 2
+    for line, of in zip(ax.lines, (small, large), strict=True):
+        np.testing.assert_allclose(line.get_xdata(), np.linspace(0, 1, len(of.layers)))
+        np.testing.assert_allclose(line.get_ydata(), [layer.effective_rank / layer.facts.n_head for layer in of.layers])
+    band, null = ax.collections
+    np.testing.assert_allclose((band.get_datalim(ax.transData).y0, band.get_datalim(ax.transData).y1), (1.25 / 5, 3.5 / 5))
+    np.testing.assert_allclose([segment[0, 1] for segment in null.get_segments()], [4.25 / 5, 4.75 / 5])
+
+
+def step(tokens: int, seed: int) -> ModelResult:
+    taken = model("a", layers=range(3), seed=seed)
+    return replace(taken, model=replace(taken.model, trained={"tokens_seen": tokens}))
+
+
+def test_training_is_drawn_against_the_tokens_seen_clear_of_the_legend() -> None:
+    steps = [step(tokens, seed) for seed, tokens in enumerate((1_000, 10_007, 100_003))]
+    figure = steps_figure([Run(label="a", scale="nano", steps=tuple(steps))], results("effrank", steps[:1]))
+    (ax,) = figure.axes
+    assert ax.get_xscale() == "log"
+    assert list(ax.lines[0].get_xdata()) == [1_000, 10_007, 100_003]
+    assert list(ax.lines[0].get_ydata()) == [step.mean("effective_rank") for step in steps]
+    figure.draw_without_rendering()
+    box = ax.get_legend().get_window_extent()
+    assert not any(box.contains(*point) for point in ax.transData.transform(ax.lines[0].get_xydata()))

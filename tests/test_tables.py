@@ -93,6 +93,7 @@ def test_the_document_of_effective_ranks_is_exactly_this() -> None:
                         "mean_off_diagonal": 0.5,
                         "most_similar": {"similarity": 0.5, "heads": [0, 1]},
                         "dead_heads": [],
+                        "relative_depth": pytest.approx(2 / 6),
                     },
                     {
                         "layer": 3,
@@ -105,6 +106,7 @@ def test_the_document_of_effective_ranks_is_exactly_this() -> None:
                         "most_similar": None,
                         "dead_heads": [],
                         "reason": "layer 3: c_q.weight holds NaN in head 0",
+                        "relative_depth": pytest.approx(3 / 6),
                     },
                     {
                         "layer": 5,
@@ -118,6 +120,7 @@ def test_the_document_of_effective_ranks_is_exactly_this() -> None:
                         "mean_off_diagonal": 0.0,
                         "most_similar": {"similarity": 0.0, "heads": [0, 1]},
                         "dead_heads": [1],
+                        "relative_depth": pytest.approx(5 / 6),
                     },
                 ],
             }
