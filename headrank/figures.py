@@ -322,8 +322,9 @@ def _clear(ax: Axes, legend: Legend) -> None:
     to_axes = ax.transData + ax.transAxes.inverted()
     behind = [np.nan]
     for line in ax.lines:
-        if line.get_xydata().size and line.get_linestyle() != "--":
-            x, y = to_axes.transform(line.get_xydata()).T
+        points = np.asarray(line.get_xydata(), dtype=float)
+        if len(points) and line.get_linestyle() != "--":
+            x, y = to_axes.transform(points).T
             behind.extend([*y[(x >= box.x0) & (x <= box.x1)], *np.interp([box.x0, box.x1], x, y, left=np.nan, right=np.nan)])
     if np.isnan(behind).all():
         return
