@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 from headrank.dynamics import Run
 from headrank.output import without_glyph_warnings
@@ -188,6 +188,8 @@ def steps_figure(runs: Sequence[Run], results: Results) -> Figure:
         ax.axhline(1, color="grey", linestyle="--", linewidth=1.2, label=REDUNDANT)
         seen = [tokens for run in shown for tokens in run.tokens]
         ax.set_xscale("log" if min(seen) > 0 and max(seen) > 20 * min(seen) else "linear")
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # a log axis labels by formula, which STYLE does not parse
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_ylim(bottom=0)
         ax.grid(alpha=0.3)
         ax.set_xlabel("Training Tokens")
