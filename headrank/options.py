@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
+import typer
 from typer.core import TyperCommand
 
 NUMBER = re.compile(r"-?\d+")
@@ -34,7 +35,7 @@ ALIASES = {"--layers": "--layer", "--scale": "--scales", "--formats": "--format"
 def spread(words: Sequence[str]) -> list[str]:
     """Gives each value its own flag: `--layer 0 18,35` and `--layers=0,18,35` become `--layer=0 --layer=18 --layer=35`.
 
-    Words behind `--` are left alone. A flag without a value is left for the parser to complain of.
+    Words behind `--` are left alone. Raises typer.BadParameter, which is wrong usage, where a flag has no value.
     """
     out: list[str] = []
     rest = list(words)
@@ -52,7 +53,10 @@ def spread(words: Sequence[str]) -> list[str]:
             values.append(rest.pop(0))  # the first value whatever it is: the parser says what is wrong with it
             while rest and SEVERAL[name].takes(rest[0]):
                 values.append(rest.pop(0))
-        out += [f"{name}={part}" for value in values for part in value.split(",") if part] or [name]
+        parts = [part for value in values for part in value.split(",") if part]
+        if not parts:
+            raise typer.BadParameter("needs a value", param_hint=word.partition("=")[0])
+        out += [f"{name}={part}" for part in parts]
     return out
 
 

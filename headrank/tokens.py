@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTE_VOCABULARY = 256
+MOST_IDS = 1 << 31  # larger ones are no token ids of any model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,10 @@ class TokenStream:
     """Of the ids as 32-bit little-endian numbers."""
 
 
-def read_token_files(*, text: Sequence[Path], tokens: Sequence[Path], tokenizer: Path | None, vocab_size: int) -> TokenStream:
+def read_token_files(*, text: Sequence[Path], tokens: Sequence[Path], tokenizer: Path | None, vocab_size: int | None) -> TokenStream:
     """Reads text files through a tokenizer, or as bytes where the vocabulary is 256, or token ids from .npy or .bin files.
 
+    Text gets no special tokens: it is cut into windows, which begin and end anywhere. vocab_size is None where it is not known.
     Raises HeadrankError where nothing or both are given, a file cannot be read, is empty, or holds an id outside the vocabulary.
     """
     if bool(text) == bool(tokens):
@@ -41,18 +43,28 @@ def read_token_files(*, text: Sequence[Path], tokens: Sequence[Path], tokenizer:
         parts = [_token_ids(path) for path in paths]
     elif tokenizer is not None:
         encode = load_tokenizer(tokenizer).encode
-        parts = [np.asarray(encode(_bytes(path).decode("utf-8", errors="replace")).ids, dtype=np.int32) for path in paths]
+        parts = [np.asarray(encode(_text(path), add_special_tokens=False).ids, dtype=np.int32) for path in paths]
     elif vocab_size == BYTE_VOCABULARY:
         parts = [np.frombuffer(_bytes(path), dtype=np.uint8) for path in paths]
     else:
-        raise HeadrankError(f"{paths[0]}: a vocabulary of {vocab_size} needs a tokenizer to read text; give --tokenizer, or token ids with --tokens")
+        what = "an unknown vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
+        raise HeadrankError(f"{paths[0]}: {what} needs a tokenizer to read text; give --tokenizer, or token ids with --tokens")
     for path, part in zip(paths, parts, strict=True):
         if not len(part):
             raise HeadrankError(f"{path}: empty; give a file with text or token ids in it")
-        if part.min() < 0 or part.max() >= vocab_size:
-            raise HeadrankError(f"{path}: holds token id {part.min() if part.min() < 0 else part.max()}, but the vocabulary has {vocab_size}")
-    ids = np.concatenate(parts)
-    return TokenStream(ids=ids, name=", ".join(path.name for path in paths), sha256=hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest())
+        low, high, end = int(part.min()), int(part.max()), vocab_size or MOST_IDS
+        if low < 0 or high >= end:
+            raise HeadrankError(f"{path}: holds token id {low if low < 0 else high}, but the vocabulary has {end}")
+    alike = len({part.dtype for part in parts}) == 1
+    ids = parts[0] if len(parts) == 1 else np.concatenate(parts, dtype=None if alike else np.int32)  # left alone, some pairs of types give floats
+    return TokenStream(ids=ids, name=", ".join(path.name for path in paths), sha256=_sha256(ids))
+
+
+def _sha256(ids: NDArray[np.integer]) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(ids), 1 << 20):  # a copy of a large file would not fit beside it
+        digest.update(ids[start : start + (1 << 20)].astype("<u4").tobytes())
+    return digest.hexdigest()
 
 
 def load_tokenizer(path: Path) -> "Tokenizer":
@@ -78,6 +90,13 @@ def _bytes(path: Path) -> bytes:
         raise HeadrankError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def _text(path: Path) -> str:
+    try:
+        return _bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise HeadrankError(f"{path}: not UTF-8 text (byte {error.start}); give text in UTF-8, or token ids with --tokens") from None
+
+
 def _token_ids(path: Path) -> NDArray[np.integer]:
     if path.suffix == ".bin":
         data = _bytes(path)
@@ -85,11 +104,13 @@ def _token_ids(path: Path) -> NDArray[np.integer]:
             raise HeadrankError(f"{path}: {len(data)} bytes are not 16-bit numbers; a .bin file holds unsigned 16-bit token ids")
         return np.frombuffer(data, dtype="<u2")
     try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise HeadrankError(f"{path}: not token ids: {error}; give a .npy file of whole numbers, or .bin of unsigned 16-bit ones") from None
-    if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
-        raise HeadrankError(f"{path}: not an array of whole numbers")
+        ids = np.lib.format.open_memmap(path, mode="r")  # neither archives nor pickles
+    except OSError as error:
+        raise HeadrankError(f"{path}: cannot be read: {error.strerror}") from None
+    except Exception:  # numpy raises many kinds on a malformed header
+        raise HeadrankError(f"{path}: not token ids; give a .npy file of whole numbers, or .bin of unsigned 16-bit ones") from None
+    if ids.dtype.kind not in "iu":
+        raise HeadrankError(f"{path}: holds {ids.dtype}, not whole numbers; give token ids")
     return np.asarray(ids).reshape(-1)
 
 
