@@ -56,7 +56,7 @@ PLAIN = ("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemm
 LAYOUTS = {
     **dict.fromkeys(PLAIN, Layout()),
     **dict.fromkeys(("llama", "gemma"), Layout(default_theta=10000.0)),
-    **dict.fromkeys(("cohere", "helium", "ernie4_5", "deepseek_v2", "deepseek_v3"), Layout(neighbours=True)),
+    **dict.fromkeys(("cohere", "ernie4_5", "deepseek_v2", "deepseek_v3"), Layout(neighbours=True)),
     **dict.fromkeys(("glm", "glm4"), Layout(neighbours=True, default_share=0.5)),
     **dict.fromkeys(("gptj", "codegen"), Layout(neighbours=True, default_share=None, default_theta=10000.0)),
     **dict.fromkeys(("phi", "persimmon", "nemotron"), Layout(default_share=0.5)),
