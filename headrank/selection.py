@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrank.config import Family, bundled_families, load_family
+from headrank.config import Family, bundled_configs, bundled_families, load_family
 from headrank.errors import HeadrankError
 from headrank.store import LayerFacts
 
@@ -53,7 +53,9 @@ def named_models(models: Sequence[str]) -> list[ModelRef]:
 
 def default_label(path: str) -> str:
     """The last part of a path that says anything."""
-    name = Path(path).name or Path(path).resolve().name
+    name = Path(path).name
+    if name in ("", ".."):
+        name = Path(path).resolve().name
     return name.removesuffix(".safetensors").removesuffix(".gguf")
 
 
@@ -77,7 +79,7 @@ def family_models(
         families[family.scale] = family
     if unknown := [scale for scale in scales if scale not in families]:
         raise HeadrankError(f"no family has the scale {unknown[0]!r}; there are {', '.join(families)}. Give your own with --config FILE")
-    chosen = scales or ([load_family(path).scale for path in configs] if configs else _on_disk(families, folder))
+    chosen = list(dict.fromkeys(scales)) or ([load_family(path).scale for path in configs] if configs else _on_disk(families, folder))
     if not chosen:
         remark(f"no family is in {folder}/; showing the bundled one ({BUNDLED_SCALE})")
         chosen = [BUNDLED_SCALE]
@@ -96,7 +98,8 @@ def _lies(folder: Path, family: Family, variant: str) -> bool:
 
 def _variants(family: Family, figure: str, folder: Path, remark: Callable[[str], None]) -> list[ModelRef]:
     shown = family.shown_in(figure)
-    if family.scale == BUNDLED_SCALE and not any(_lies(folder, family, variant.name) for variant in shown):
+    is_bundled = family.scale == BUNDLED_SCALE and family.source.parent == bundled_configs()  # and no family of one's own of that name
+    if is_bundled and not any(_lies(folder, family, variant.name) for variant in shown):
         folder = bundled_checkpoints()
     present = [variant for variant in shown if _lies(folder, family, variant.name)]
     missing = [variant.label for variant in shown if variant not in present]
@@ -116,19 +119,21 @@ def _config_argument(family: Family) -> str:
 
 
 def resolve_layers(asked: Sequence[int], layers: Sequence[LayerFacts], *, label: str) -> list[LayerFacts]:
-    """The layers of the indices asked for; negative ones count from the end of the model.
+    """The layers of the indices asked for; negative ones count from the last layer with attention.
 
     Where a model has several stacks, an index means that layer in each of them. Raises HeadrankError naming the range that exists.
     """
-    depth = max(layer.index for layer in layers) + 1
+    depths: dict[str, int] = {}
+    for layer in layers:
+        depths[layer.group] = max(depths.get(layer.group, 0), layer.index + 1)
     chosen: list[LayerFacts] = []
     for index in asked:
-        true_index = index + depth if index < 0 else index
-        found = [layer for layer in layers if layer.index == true_index]
+        found = [layer for layer in layers if layer.index == (index + depths[layer.group] if index < 0 else index)]
         if not found:
+            depth = max(depths.values())
             indices = sorted({layer.index for layer in layers})
-            there_are = f"0 to {depth - 1}" if len(indices) == depth else ", ".join(map(str, indices))
-            raise HeadrankError(f"{label}: no layer {index} with attention; there are {there_are} (or -1 to -{depth} from the end)")
+            there_are = f"0 to {depth - 1} (or -1 to -{depth} from the end)" if len(indices) == depth else ", ".join(map(str, indices))
+            raise HeadrankError(f"{label}: no layer {index} with attention; there are {there_are}")
         chosen.extend(layer for layer in found if layer not in chosen)
     return chosen
 
