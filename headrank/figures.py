@@ -349,7 +349,7 @@ def _in_brackets(scales: Iterable[str | None]) -> str:
 
 def _caption(figure: Figure, results: Results, *, is_centered: bool | None) -> None:
     """A light line at the bottom that says what was measured; is_centered is None where both are shown."""
-    parts = [f"source: {results.source}", f"circuit: {results.circuit.upper()}"]
+    parts = [f"source: {results.source}", f"circuit: {results.circuit.upper()}", *_form(results.settings)]
     if is_centered is not None:
         parts.append("similarity matrix centred" if is_centered else "similarity matrix not centred")
     fed = [model.tokens for model in results.models if model.tokens]
@@ -365,6 +365,18 @@ def _caption(figure: Figure, results: Results, *, is_centered: bool | None) -> N
         parts.append("dotted: 95 % of random heads")
     unbroken = " · ".join(part.replace(" ", "\u00a0") for part in parts)
     figure.supxlabel(_wrapped(unbroken, int(figure.get_figwidth() * 18)), x=0.01, ha="left", fontsize=8, color="0.45")
+
+
+def _form(settings: dict[str, Any]) -> list[str]:
+    """What is measured of the heads, where it is not their plain operators."""
+    parts = []
+    if "measure" in settings:
+        parts.append(f"measure: {settings['measure']}")
+    if "rope_offset" in settings:
+        parts.append(f"key {settings['rope_offset']} tokens before its query")
+    if "rope_mean" in settings:
+        parts.append(f"mean over offsets 0 to {settings['rope_mean'] - 1}")
+    return parts
 
 
 def _wrapped(text: str, width: int) -> str:
