@@ -7,6 +7,7 @@ the bytes that are left; the gguf package unpacks quantised blocks.
 import math
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ class GgufCheckpoint(Checkpoint):
             raise HeadrankError(f"{files[0]}: says that all parts hold {expected} tensors; they hold {len(tensors)}")
         name = "gguf" if len(files) == 1 else "gguf parts"
         super().__init__(path, format=name, config=config, config_name="the metadata", tensors=tensors)
+
+    def starts_in(self, file: Path) -> Iterable[int]:
+        return (entry.span.start for name, entry in self._entries.items() if self.tensors[name].file == file)
 
     def read(self, name: str) -> Tensor:
         info, entry = self.tensors[name], self._entries[name]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from headrank.checkpoints import gguf, nanochat, pytorch
+from headrank.checkpoints import gguf, hub, lora, nanochat, pytorch
 from headrank.checkpoints.base import Checkpoint
 from headrank.checkpoints.files import inside, read_json, regular_size
 from headrank.checkpoints.index import check_index, index_files
@@ -24,14 +24,31 @@ def open_checkpoint(path: str | Path, *, config: Path | None = None, step: int |
     Raises HeadrankError on anything that is not a checkpoint, and where its files contradict each other.
     """
     given: Config | None = None if config is None else (read_json(config), config.name)
-    path = Path(path)
-    if path.is_dir():
-        checkpoint = _open_folder(path, given, step)
-    elif path.exists():
-        checkpoint = _open_file(path, given)
-    else:
-        raise HeadrankError(f"{path}: no such file or folder")
-    return checkpoint
+    checkpoint = _open(path, given, step)
+    if adapter is None:
+        return checkpoint
+    folder = Path(adapter)
+    if not (folder / lora.CONFIG).exists():
+        raise HeadrankError(f"{folder}: no adapter; a folder with {lora.CONFIG} is one")
+    weights = [name for name in ("adapter_model.safetensors", "adapter_model.bin") if (folder / name).exists()]
+    if not weights:
+        raise HeadrankError(f"{folder}: the adapter's weights are missing; looked for adapter_model.safetensors and adapter_model.bin")
+    return lora.open_adapter(checkpoint, folder, _open_file(inside(folder, weights[0]), ({}, "")))
+
+
+def _open(path: str | Path, given: Config | None, step: int | None) -> Checkpoint:
+    local = Path(path)
+    try:
+        is_folder, exists = local.is_dir(), local.exists()
+    except (OSError, ValueError) as error:
+        raise HeadrankError(f"{str(path)[:200]!r}: not a path: {getattr(error, 'strerror', None) or error}") from None
+    if is_folder:
+        return _open_folder(local, given, step)
+    if exists:
+        return _open_file(local, given)
+    if hub.looks_like_id(str(path)):
+        return hub.open_hub(str(path), lambda downloaded: _open(downloaded, given, step))
+    raise HeadrankError(f"{path}: no such file or folder")
 
 
 def _open_folder(folder: Path, given: Config | None, step: int | None) -> Checkpoint:

@@ -5,6 +5,7 @@ Format: https://github.com/huggingface/safetensors#format. Eight bytes of header
 
 import math
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ class SafetensorsCheckpoint(Checkpoint):
             tensors |= infos
             self._spans |= spans
         super().__init__(path, format=format, config=config, config_name=config_name, tensors=tensors)
+
+    def starts_in(self, file: Path) -> Iterable[int]:
+        return (span.start for name, span in self._spans.items() if self.tensors[name].file == file)
 
     def read(self, name: str) -> Tensor:
         info, span = self.tensors[name], self._spans[name]

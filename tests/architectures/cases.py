@@ -9,13 +9,26 @@ MHA = {key: value for key, value in TIED.items() if key != "num_key_value_heads"
 GPT = {"n_embd": 40, "n_head": 4, "n_layer": 3, "n_positions": 64, **TOKENS}
 MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 7, "shared_expert_intermediate_size": 7}
 MLA = {
-    "hidden_size": 44, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "intermediate_size": 29, "kv_lora_rank": 14, "q_lora_rank": 11,
-    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, **TOKENS,
+    "hidden_size": 44, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "intermediate_size": 29, **TOKENS,
+    "kv_lora_rank": 14, "q_lora_rank": 11, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
 }  # fmt: skip
 FEW_EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "moe_intermediate_size": 7}
 FALCON = {"hidden_size": 40, "num_attention_heads": 4, "num_hidden_layers": 3, **TOKENS}
+FALCON_NEW = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
+MAMBA = {"mamba_n_heads": 2, "mamba_d_head": 48, "mamba_d_state": 4}
+SHARED_KEYS = {
+    "num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention"] * 3 + ["full_attention", "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 37, "hidden_size_per_layer_input": 5, "laurel_rank": 3, "intermediate_size": [29] * 6,
+    "activation_sparsity_pattern": [0.0] * 6, "altup_num_inputs": 2,
+}  # fmt: skip
+STACKS = {
+    "d_model": 40, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 29,
+    "decoder_ffn_dim": 29, "decoder_start_token_id": 1, **TOKENS,
+}  # fmt: skip
+SOUND = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
 
+# fmt: off
 CASES = [
     Case("llama", FREE),
     Case("llama", FREE | {"attention_bias": True}, variant="biases"),
@@ -63,14 +76,10 @@ CASES = [
     Case("nanochat", TIED, qk="head"),
     Case("qwen3_next", FREE | MOE | LINEAR | {"layer_types": ["linear_attention", "full_attention", "full_attention"]}, qk="head", gated=True),
     Case("jamba", TIED | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 2, "mamba_dt_rank": 2}),
-    Case("granitemoehybrid", TIED | {
-        "num_local_experts": 2, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 2, "mamba_d_head": 48, "mamba_d_state": 4}),  # fmt: skip
+    Case("granitemoehybrid", TIED | MAMBA | {"num_local_experts": 2, "layer_types": ["mamba", "attention", "mamba"]}),
     Case("lfm2", TIED | {"layer_types": ["conv", "full_attention", "full_attention"]}, qk="head"),
     Case("olmo_hybrid", TIED | LINEAR | {"layer_types": ["linear_attention", "full_attention", "full_attention"]}, norm="", qk="token"),
-    Case("gemma3n_text", FREE | {
-        "num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention"] * 3 + ["full_attention", "sliding_attention", "full_attention"],
-        "vocab_size_per_layer_input": 37, "hidden_size_per_layer_input": 5, "laurel_rank": 3, "intermediate_size": [29] * 6,
-        "activation_sparsity_pattern": [0.0] * 6, "altup_num_inputs": 2}, qk="head", v="head", input="input_layernorm", kv_from=((4, 2), (5, 3))),  # fmt: skip
+    Case("gemma3n_text", FREE | SHARED_KEYS, qk="head", v="head", input="input_layernorm", kv_from=((4, 2), (5, 3))),
     Case("gpt2", GPT, norm="layer"),
     Case("gpt_neo", {"hidden_size": 40, "num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]], **TOKENS}, norm="layer", bypasses=True),
     Case("gptj", GPT | {"rotary_dim": 4}, norm="layer"),
@@ -79,8 +88,8 @@ CASES = [
     Case("persimmon", MHA, norm="layer", qk="head"),
     Case("falcon", FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}, norm="layer", bypasses=True, variant="old"),
     Case("falcon", FALCON | {"multi_query": True}, norm="layer", bypasses=True, variant="multi_query"),
-    Case("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, norm="layer", bypasses=True, variant="new"),
-    Case("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}, norm="layer", bypasses=True, variant="one_norm"),
+    Case("falcon", FALCON_NEW, norm="layer", bypasses=True, variant="new"),
+    Case("falcon", FALCON_NEW | {"num_ln_in_parallel_attn": 1}, norm="layer", bypasses=True, variant="one_norm"),
     Case("bloom", {"hidden_size": 40, "n_head": 4, "n_layer": 3, **TOKENS}, norm="layer", bypasses=True),
     Case("mpt", {"d_model": 40, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, **TOKENS}, norm="layer", bypasses=True),
     Case("opt", MHA | {"ffn_dim": 29, "word_embed_proj_dim": 48}, norm="layer"),
@@ -105,8 +114,8 @@ CASES = [
     Case("dinov2", MHA | {"image_size": 8, "patch_size": 4}, norm="layer"),
     Case("siglip_vision_model", MHA | {"image_size": 8, "patch_size": 4}, norm="layer"),
     Case("clip_text_model", MHA, norm="layer"),
-    Case("whisper", {
-        "d_model": 40, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 29,
-        "decoder_ffn_dim": 29, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "decoder_start_token_id": 1, **TOKENS}, norm="layer"),  # fmt: skip
+    Case("whisper", STACKS | SOUND, norm="layer"),
+    Case("bart", STACKS, norm=""),
     Case("t5", {"d_model": 40, "d_kv": 7, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 3, "d_ff": 29, "decoder_start_token_id": 1, **TOKENS}),
-]  # fmt: skip
+]
+# fmt: on

@@ -147,7 +147,7 @@ def watch(model: nn.Module, case: Case, inputs: dict[str, Tensor]) -> list[Seen]
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             states = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3]
             if states:
-                entries[path] = states[0].detach()
+                entries[path], entries[f"{path}/memory"] = states[0].detach(), states[min(1, len(states) - 1)].detach()
 
         return hook
 
@@ -227,8 +227,11 @@ def _fill_inputs(one: Seen, case: Case, entries: dict[str, Tensor]) -> None:
     assert match is not None
     layer = match.group(1)
     is_cross = "encoder_attn" in one.path or "EncDecAttention" in one.path
-    source = f"{layer}.encoder_attn_layer_norm" if "encoder_attn" in one.path else f"{layer}.{case.input}".rstrip(".")
     is_bare = case.model_type == "modernbert" and layer.endswith(".0")
+    if is_cross and not case.norm:
+        one.x, one.memory = (_normalised(entries[path], "") for path in (one.path, f"{one.path}/memory"))
+        return
+    source = f"{layer}.encoder_attn_layer_norm" if "encoder_attn" in one.path else f"{layer}.{case.input}".rstrip(".")
     one.x = one.memory = _normalised(entries[source], "" if is_bare else case.norm)
     if is_cross:
         final = next(path for path in entries if re.fullmatch(r"encoder\.(layer_norm|final_layer_norm)", path))
