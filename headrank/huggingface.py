@@ -7,28 +7,24 @@ are watched at their softmax instead.
 
 import contextlib
 import inspect
-import io
 import re
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headrank.errors import HeadrankError
 from headrank.forward import Recorder
+from headrank.hf_loading import first_line, load_model, quiet
 from headrank.model.attention import keep_nan
 from headrank.store import LayerFacts
-from headrank.tokens import load_tokenizer
 
 NAME = "headrank"  # in the registry; no part of it may be the name of one of the library's own functions
 PROBE_TOKENS = 8
@@ -176,20 +172,25 @@ class TransformersRunner:
         if not self.bypasses:
             if self.model.config._attn_implementation == NAME:
                 self._switch("eager")
-            stock = [self._forward(its, _Watch(self)) for its, _ in variants]
+            try:
+                stock = [self._forward(its, _Watch(self)) for its, _ in variants]
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # nothing of ours has been in its way yet
+                raise self.refusal(f"a pass over tokens ends with: {first_line(error)}") from error
             self._switch(NAME)
-        for order, (its, valid) in enumerate(variants):
+        for order, (its, counts) in enumerate(variants):
             probe = _Probe(self)
             seen = self._forward(its, probe)
             if not self.bypasses:
-                self._check_unchanged(stock[order], seen, valid)
+                self._check_unchanged(stock[order], seen, counts)
         self.places = _places(probe.calls, self)
         if probe.unprojected:
             raise self.refusal(f"the output projection of {min(probe.unprojected)} is not called")
 
     def _switch(self, implementation: str) -> None:
         _register()
-        with _quiet():
+        with quiet():
             self.model.set_attn_implementation(implementation)
         if self.model.config._attn_implementation != implementation:
             raise self.refusal("its attention function cannot be switched")
@@ -212,7 +213,7 @@ class TransformersRunner:
         with contextlib.ExitStack() as stack:
             stack.callback(_watch.reset, token)
             stack.callback(watch.close)
-            stack.enter_context(_quiet())
+            stack.enter_context(quiet())
             if self.bypasses:
                 for module in self.paths:
                     if _is_innermost_attention(module):
@@ -225,7 +226,7 @@ class TransformersRunner:
         return torch.empty(0)
 
 
-class _SeenEnough(Exception):
+class _SeenEnough(Exception):  # noqa: N818 (no error)
     """Ends a forward pass that has nothing more to show."""
 
 
@@ -305,12 +306,12 @@ class _Probe(_Watch):
         self.unprojected.discard(path)
         if not isinstance(output, Tensor):
             raise self.runner.refusal(f"the output projection of {path} gives more than one tensor")
-        W_O = output_weights(projection, n_head)
-        if z.shape[-1] != W_O.shape[0] * W_O.shape[1]:
-            raise self.runner.refusal(f"the output projection of {path} takes {z.shape[-1]} numbers, not {W_O.shape[0]} heads of {W_O.shape[1]}")
-        expected = z.float() @ W_O.flatten(0, 1).float()
-        if getattr(projection, "bias", None) is not None:
-            expected = expected + projection.bias.float()
+        if z.shape[-1] % n_head:
+            raise self.runner.refusal(f"the output projection of {path} takes {z.shape[-1]} numbers, which {n_head} heads cannot share")
+        expected = z.float() @ output_weights(projection, n_head).flatten(0, 1).float()
+        bias = getattr(projection, "bias", None)
+        if isinstance(bias, Tensor):
+            expected = expected + bias.float()
         apart = (output.float() - expected).norm()
         if apart.isfinite() and apart > 0.03 * expected.norm():  # bfloat16 keeps three digits; a wrong matrix is apart by the whole
             raise self.runner.refusal(f"the output projection of {path} does more than multiply by its weight")
@@ -378,8 +379,8 @@ class _Recording(_Watch):
 
 def output_weights(projection: nn.Module, n_head: int) -> Tensor:
     """[H, D_v, d_model]: the matrix of an output projection by head. A Conv1D holds it in x out, all else out x in."""
-    weight = projection.weight if type(projection).__name__ == "Conv1D" else projection.weight.T
-    return weight.detach().unflatten(0, (n_head, -1))
+    weight: Any = projection.weight
+    return (weight if type(projection).__name__ == "Conv1D" else weight.T).detach().unflatten(0, (n_head, -1))
 
 
 def _places(calls: Sequence[_Call], runner: TransformersRunner) -> dict[tuple[str, int], LayerFacts]:
@@ -568,155 +569,3 @@ def _heads_of(module: nn.Module) -> int | None:
     return next(
         (getattr(module, name) for name in ("num_heads", "num_attention_heads", "n_heads", "n_head") if isinstance(getattr(module, name, None), int)), None
     )
-
-
-# Loading
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizedTexts:
-    """Texts as token ids."""
-
-    ids: tuple[NDArray[np.int32], ...]
-    """An array a text, without special tokens: none stands in the middle when the ids are cut into sequences."""
-    before: tuple[int, ...]
-    """Special tokens that the tokenizer puts before a sequence."""
-    after: tuple[int, ...]
-    """Special tokens that it puts after one."""
-
-
-def load_tokenizer_ids(path: Path, texts: Sequence[str], *, gguf_file: str | None = None) -> TokenizedTexts:
-    """Texts through the tokenizer of a checkpoint: its tokenizer.json, or what transformers makes of the folder or GGUF file.
-
-    Raises HeadrankError where there is none.
-    """
-    folder, gguf_file = _folder_and_gguf(path, gguf_file)
-    if gguf_file is None and (folder / "tokenizer.json").is_file():
-        fast = load_tokenizer(folder / "tokenizer.json")
-
-        def encode(text: str, special: bool) -> list[int]:
-            return fast.encode(text, add_special_tokens=special).ids
-    else:
-        transformers = _transformers()
-        options = {"gguf_file": gguf_file} if gguf_file else {}
-        with _quiet():
-            try:
-                slow = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
-            except Exception as error:  # of many classes
-                raise HeadrankError(f"{path}: has no tokenizer that transformers can read ({_first_line(error)}); give token ids with --tokens") from error
-        if len(slow) < 2 + len(slow.all_special_ids):  # where files are missing the library makes up an empty one
-            raise HeadrankError(f"{path}: has no tokenizer; give --tokenizer, or token ids with --tokens")
-
-        def encode(text: str, special: bool) -> list[int]:
-            with _quiet():
-                return slow(text, add_special_tokens=special)["input_ids"]
-
-    plain, framed = encode("a", False), encode("a", True)
-    start = next((i for i in range(len(framed)) if framed[i : i + len(plain)] == plain), 0) if plain else 0
-    ids = tuple(np.asarray(encode(text, False), dtype=np.int32) for text in texts)
-    return TokenizedTexts(ids=ids, before=tuple(framed[:start]), after=tuple(framed[start + len(plain) :]))
-
-
-def load_model(path: Path, *, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
-    """A transformers model from a local folder or GGUF file, on the CPU. Nothing is fetched, and no code of the checkpoint's is run.
-
-    Raises HeadrankError where transformers is missing, the checkpoint is quantised, an adapter, broken, or lacks a tensor of the model.
-    """
-    transformers = _transformers()
-    folder, gguf_file = _folder_and_gguf(path, gguf_file)
-    if (folder / "adapter_config.json").is_file():
-        raise HeadrankError(f"{path}: an adapter (adapter_config.json); merge it into its base model first, or use --source weights with --adapter")
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if gguf_file:
-        options["gguf_file"] = gguf_file
-    with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar that has no switch
-        try:
-            config = transformers.AutoConfig.from_pretrained(str(folder), **options)
-            if getattr(config, "quantization_config", None) is not None and not gguf_file:
-                raise HeadrankError(f"{path}: quantised ({_quantisation(config)}); give the unquantised model, or use --source weights")
-            config._attn_implementation = None  # a checkpoint may name code to fetch here; the library's own choice is safe
-            config._experts_implementation = None
-            model, info = _model_class(transformers, config, gguf_file).from_pretrained(
-                str(folder), config=config, dtype=dtype, weights_only=True, output_loading_info=True, **options
-            )
-        except (HeadrankError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except ImportError as error:
-            extra = "gguf" if "gguf" in str(error).lower() else "hf"
-            raise HeadrankError(f"{path}: {_first_line(error)}; pip install 'headrank[{extra}]'") from error
-        except Exception as error:  # of many classes, whatever is wrong with the files
-            raise HeadrankError(f"{path}: transformers cannot load it: {_first_line(error)}; use --source weights") from error
-    _check_whole(model, info, path)
-    return model
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise HeadrankError("activations of this model need transformers: pip install 'headrank[hf]', or use --source weights") from None
-    return transformers
-
-
-def _folder_and_gguf(path: Path, gguf_file: str | None) -> tuple[Path, str | None]:
-    if path.is_dir():
-        return path, gguf_file
-    if not path.is_file():
-        raise HeadrankError(f"{path}: no such file or folder")
-    with path.open("rb") as file:
-        is_gguf = file.read(4) == b"GGUF"
-    if is_gguf:
-        if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name) and not path.name.endswith("-00001-of-00001.gguf"):
-            raise HeadrankError(f"{path}: transformers reads no split GGUF files; merge them with gguf-split, or use --source weights")
-        return path.parent, path.name
-    if path.name == "model.safetensors" or (path.name == "pytorch_model.bin" and not (path.parent / "model.safetensors").exists()):
-        return path.parent, None
-    raise HeadrankError(f"{path}: transformers loads folders with a config.json, and GGUF files; give the folder, or use --source weights")
-
-
-def _model_class(transformers: Any, config: Any, gguf_file: str | None) -> Any:
-    """The class that the checkpoint was saved from, so that no tensor is missing; else the one that the library takes for the config."""
-    named = (getattr(config, "architectures", None) or [""])[0]
-    own = getattr(transformers, named, None) if isinstance(named, str) and named.isidentifier() else None
-    if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel) and own.config_class is type(config):
-        return own
-    if gguf_file:
-        return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    return transformers.AutoModel
-
-
-def _check_whole(model: Any, info: Mapping[str, Any], path: Path) -> None:
-    """Tensors that were not in the checkpoint are random numbers: none may take part. Poolers and heads come after all attention."""
-    base = model.base_model
-    prefix = "" if base is model else f"{model.base_model_prefix}."
-    own = set(base.state_dict())
-    missing = sorted(name for name in info["missing_keys"] if name.removeprefix(prefix) in own and "pooler" not in name and name.startswith(prefix))
-    if missing:
-        raise HeadrankError(f"{path}: lacks {len(missing)} tensors that {type(model).__name__} needs, {missing[0]} among them; use --source weights")
-
-
-def _quantisation(config: Any) -> str:
-    given = config.quantization_config
-    return str(given.get("quant_method", "unknown") if isinstance(given, dict) else getattr(given, "quant_method", "unknown"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings, remarks or progress bars of transformers'."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
