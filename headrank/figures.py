@@ -40,12 +40,12 @@ def heatmap_figure(results: Results) -> Figure:
     layers = {layer.facts.key for row in grid for _, layer in row}
     scales = _by_scale(results)
     where = f", Layer {next(iter(layers))}" if len(layers) == 1 else ""
-    _title(figure, f"Head Similarity Matrices{where}{_in_brackets(scales)}")
+    title(figure, f"Head Similarity Matrices{where}{_in_brackets(scales)}")
     for r, row in enumerate(grid):
         for c, (model, layer) in enumerate(row):
             ax = figure.add_subplot(len(grid), n_columns, r * n_columns + c + 1)
             name = f"{model.label} ({model.scale})" if len(scales) > 1 and model.scale else model.label
-            ax.set_title(_wrapped(name if len(layers) == 1 else f"{name}, L={layer.facts.key}", 32), fontsize=11)
+            ax.set_title(wrapped(name if len(layers) == 1 else f"{name}, L={layer.facts.key}", 32), fontsize=11)
             _draw_similarity(ax, layer)
     _caption(figure, results, is_centered=False)
     return figure
@@ -56,7 +56,7 @@ def _draw_similarity(ax: Axes, layer: LayerResult) -> None:
     S = np.full((H, H), np.nan) if layer.similarity is None else layer.similarity
     image = ax.imshow(S, cmap="RdYlBu_r", vmin=-1, vmax=1, interpolation="nearest")
     if layer.similarity is None:
-        ax.text(0.5, 0.5, _wrapped(layer.reason or "no numbers", 30), ha="center", va="center", fontsize=9, transform=ax.transAxes)
+        ax.text(0.5, 0.5, wrapped(layer.reason or "no numbers", 30), ha="center", va="center", fontsize=9, transform=ax.transAxes)
     for head in layer.dead_heads:
         for corner, width, height in (((-0.5, head - 0.5), H, 1), ((head - 0.5, -0.5), 1, H)):
             ax.add_patch(Rectangle(corner, width, height, facecolor="0.92", edgecolor="0.5", hatch="////", linewidth=0))
@@ -96,7 +96,7 @@ def _layers_figure(results: Results, quantity: str, *, title: str, xlabel: str, 
     grid = _rows([[(models, place) for place in range(max(len(model.layers) for model in models))] for models in scales.values()], 4)
     n_columns = max(map(len, grid))
     figure = Figure(figsize=(max(4.6 * n_columns, 5.2), 3.9 * len(grid) + 0.8), layout="constrained")
-    _title(figure, f"{title}{_in_brackets(scales)}")
+    title(figure, f"{title}{_in_brackets(scales)}")
     looks = _looks(results)
     for r, row in enumerate(grid):
         for c, (models, place) in enumerate(row):
@@ -109,8 +109,8 @@ def _layers_figure(results: Results, quantity: str, *, title: str, xlabel: str, 
                     label = model.label if values is not None else f"{model.label} (no numbers)"
                     y = np.array([]) if values is None else values
                     x = np.arange(1, len(y) + 1)
-                    _draw_line(ax, x, y, label, looks[model.label])
-                    _shade(ax, x, model.layers[place].intervals.get(quantity), looks[model.label])
+                    draw_line(ax, x, y, label, looks[model.label])
+                    shade(ax, x, model.layers[place].intervals.get(quantity), looks[model.label])
             if line_at is not None:
                 ax.axhline(line_at, color="grey", linestyle="--", linewidth=1.2, label=f"{100 * line_at:.0f} %")
             ax.set_xlabel(xlabel)
@@ -140,7 +140,7 @@ def effrank_figure(results: Results) -> Figure:
     grid = _rows([list(scales.items())], 3)
     n_columns = max(map(len, grid))
     figure = Figure(figsize=(max(6.2 * n_columns, 6.8), 4.4 * len(grid) + 0.6), layout="constrained")
-    _title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices")
+    title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices")
     looks = _looks(results)
     for r, row in enumerate(grid):
         for c, (scale, models) in enumerate(row):
@@ -157,7 +157,7 @@ def compare_figure(plain: Results, centered: Results) -> Figure:
     """Effective rank of S | of centred S against layer, each with its own axis; a row a scale (Figs. 14 and 15)."""
     scales = _by_scale(plain)
     figure = Figure(figsize=(12.4, 4.4 * len(scales) + 0.6), layout="constrained")
-    _title(figure, f"Effective Rank, Uncentred and Centred{_in_brackets(scales)}")
+    title(figure, f"Effective Rank, Uncentred and Centred{_in_brackets(scales)}")
     looks = _looks(plain)
     for r, scale in enumerate(scales):
         for c, (results, name) in enumerate(((plain, "Uncentred"), (centered, "Centred"))):
@@ -174,7 +174,7 @@ def steps_figure(runs: Sequence[Run], results: Results) -> Figure:
     """Mean effective rank over layers against the tokens seen in training, a line a run; a panel a scale. results: the first steps'."""
     scales = list(dict.fromkeys(run.scale for run in runs))
     figure = Figure(figsize=(max(6.2 * len(scales), 6.8), 5.0), layout="constrained")
-    _title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices in Training")
+    title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices in Training")
     looks = _looks(results)
     for place, scale in enumerate(scales):
         ax = figure.add_subplot(1, len(scales), place + 1)
@@ -183,8 +183,8 @@ def steps_figure(runs: Sequence[Run], results: Results) -> Figure:
         for run in shown:
             tokens = np.array(run.tokens)
             means = [step.mean("effective_rank") for step in run.steps]
-            _draw_line(ax, tokens, np.array([np.nan if mean is None else mean for mean in means]), run.label, looks[run.label])
-            _shade(ax, tokens, np.array([step.mean_interval("effective_rank") or (np.nan, np.nan) for step in run.steps]), looks[run.label])
+            draw_line(ax, tokens, np.array([np.nan if mean is None else mean for mean in means]), run.label, looks[run.label])
+            shade(ax, tokens, np.array([step.mean_interval("effective_rank") or (np.nan, np.nan) for step in run.steps]), looks[run.label])
         ax.axhline(1, color="grey", linestyle="--", linewidth=1.2, label=REDUNDANT)
         seen = [tokens for run in shown for tokens in run.tokens]
         ax.set_xscale("log" if min(seen) > 0 and max(seen) > 20 * min(seen) else "linear")
@@ -206,8 +206,8 @@ def _draw_ranks(ax: Axes, models: Sequence[ModelResult], looks: dict[str, tuple[
         share = np.array([layer.facts.n_head if is_relative else 1 for layer in layers])
         ranks = np.array([np.nan if layer.effective_rank is None else layer.effective_rank for layer in layers]) / share
         label = f"{name} (undefined)" if np.isnan(ranks).all() else name
-        _draw_line(ax, x, ranks, label, looks[name])
-        _shade(ax, x, np.array([layer.interval or (np.nan, np.nan) for layer in layers]) / share[:, None], looks[name])
+        draw_line(ax, x, ranks, label, looks[name])
+        shade(ax, x, np.array([layer.interval or (np.nan, np.nan) for layer in layers]) / share[:, None], looks[name])
         if model.null is not None:
             ends_of_null = np.array([model.null.low, model.null.high]) / share.max()
             ax.hlines(ends_of_null, 0, 1, transform=ax.get_yaxis_transform(), color=looks[name][0], linestyle=":", linewidth=1)
@@ -273,14 +273,15 @@ def _looks(results: Results) -> dict[str, tuple[str, str]]:
     return {name: (COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(names)}
 
 
-def _draw_line(ax: Axes, x: np.ndarray, y: np.ndarray, label: str, look: tuple[str, str]) -> None:
+def draw_line(ax: Axes, x: np.ndarray, y: np.ndarray, label: str, look: tuple[str, str]) -> None:
+    """A line with a gap where y is NaN, its points marked where there are few or where one stands alone. look: colour and dashes."""
     gap = np.isnan(np.concatenate([[np.nan], y, [np.nan]]))
     marked = np.flatnonzero(gap[:-2] & gap[2:] | (len(x) <= MAX_MARKED))
     color, dashes = look
     ax.plot(x, y, label=label, color=color, linestyle=dashes, linewidth=1.5, marker="o", markersize=3, markevery=marked.tolist())
 
 
-def _shade(ax: Axes, x: np.ndarray, ends: np.ndarray | None, look: tuple[str, str]) -> None:
+def shade(ax: Axes, x: np.ndarray, ends: np.ndarray | None, look: tuple[str, str]) -> None:
     """Shades the intervals [n, 2] of a line's points."""
     if ends is not None and not np.isnan(ends).all():
         ax.fill_between(x, ends[:, 0], ends[:, 1], color=look[0], alpha=0.2, linewidth=0)
@@ -313,7 +314,7 @@ def _legends(figure: Figure, place: Literal["upper right", "lower left", "lower 
 
 
 def _entry(line: Any) -> str:
-    return _wrapped(str(line.get_label()), 32)
+    return wrapped(str(line.get_label()), 32)
 
 
 def _clear(ax: Axes, legend: Legend) -> None:
@@ -338,8 +339,9 @@ def _clear(ax: Axes, legend: Legend) -> None:
         ax.set_yticks([tick for tick in ax.get_yticks() if 0 <= tick <= high])  # no rank is below 0
 
 
-def _title(figure: Figure, text: str) -> None:
-    figure.suptitle(_wrapped(text, int(figure.get_figwidth() * 10)), fontsize=13)
+def title(figure: Figure, text: str) -> None:
+    """The heading of the whole figure."""
+    figure.suptitle(wrapped(text, int(figure.get_figwidth() * 10)), fontsize=13)
 
 
 def _in_brackets(scales: Iterable[str | None]) -> str:
@@ -349,7 +351,7 @@ def _in_brackets(scales: Iterable[str | None]) -> str:
 
 def _caption(figure: Figure, results: Results, *, is_centered: bool | None) -> None:
     """A light line at the bottom that says what was measured; is_centered is None where both are shown."""
-    parts = [f"source: {results.source}", f"circuit: {results.circuit.upper()}", *_form(results.settings)]
+    parts = [f"source: {results.source}", f"circuit: {results.circuit.upper()}", *form_parts(results.settings)]
     if is_centered is not None:
         parts.append("similarity matrix centred" if is_centered else "similarity matrix not centred")
     fed = [model.tokens for model in results.models if model.tokens]
@@ -363,11 +365,16 @@ def _caption(figure: Figure, results: Results, *, is_centered: bool | None) -> N
         parts.append("shaded: 95 % over sequences")
     if results.command == "effrank" and any(model.null for model in results.models):
         parts.append("dotted: 95 % of random heads")
+    draw_caption(figure, parts)
+
+
+def draw_caption(figure: Figure, parts: Sequence[str]) -> None:
+    """Writes the parts of a caption in a light line at the bottom, each unbroken."""
     unbroken = " · ".join(part.replace(" ", "\u00a0") for part in parts)
-    figure.supxlabel(_wrapped(unbroken, int(figure.get_figwidth() * 18)), x=0.01, ha="left", fontsize=8, color="0.45")
+    figure.supxlabel(wrapped(unbroken, int(figure.get_figwidth() * 18)), x=0.01, ha="left", fontsize=8, color="0.45")
 
 
-def _form(settings: dict[str, Any]) -> list[str]:
+def form_parts(settings: dict[str, Any]) -> list[str]:
     """What is measured of the heads, where it is not their plain operators."""
     parts = []
     if "measure" in settings:
@@ -379,5 +386,6 @@ def _form(settings: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _wrapped(text: str, width: int) -> str:
+def wrapped(text: str, width: int) -> str:
+    """The text in lines of at most so many letters."""
     return "\n".join(textwrap.wrap(text, width)) or text
