@@ -40,7 +40,7 @@ def heatmap_figure(results: Results) -> Figure:
     layers = {layer.facts.key for row in grid for _, layer in row}
     scales = _by_scale(results)
     where = f", Layer {next(iter(layers))}" if len(layers) == 1 else ""
-    title(figure, f"Head Similarity Matrices{where}{_in_brackets(scales)}")
+    figure_title(figure, f"Head Similarity Matrices{where}{_in_brackets(scales)}")
     for r, row in enumerate(grid):
         for c, (model, layer) in enumerate(row):
             ax = figure.add_subplot(len(grid), n_columns, r * n_columns + c + 1)
@@ -96,7 +96,7 @@ def _layers_figure(results: Results, quantity: str, *, title: str, xlabel: str, 
     grid = _rows([[(models, place) for place in range(max(len(model.layers) for model in models))] for models in scales.values()], 4)
     n_columns = max(map(len, grid))
     figure = Figure(figsize=(max(4.6 * n_columns, 5.2), 3.9 * len(grid) + 0.8), layout="constrained")
-    title(figure, f"{title}{_in_brackets(scales)}")
+    figure_title(figure, f"{title}{_in_brackets(scales)}")
     looks = _looks(results)
     for r, row in enumerate(grid):
         for c, (models, place) in enumerate(row):
@@ -140,7 +140,7 @@ def effrank_figure(results: Results) -> Figure:
     grid = _rows([list(scales.items())], 3)
     n_columns = max(map(len, grid))
     figure = Figure(figsize=(max(6.2 * n_columns, 6.8), 4.4 * len(grid) + 0.6), layout="constrained")
-    title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices")
+    figure_title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices")
     looks = _looks(results)
     for r, row in enumerate(grid):
         for c, (scale, models) in enumerate(row):
@@ -157,7 +157,7 @@ def compare_figure(plain: Results, centered: Results) -> Figure:
     """Effective rank of S | of centred S against layer, each with its own axis; a row a scale (Figs. 14 and 15)."""
     scales = _by_scale(plain)
     figure = Figure(figsize=(12.4, 4.4 * len(scales) + 0.6), layout="constrained")
-    title(figure, f"Effective Rank, Uncentred and Centred{_in_brackets(scales)}")
+    figure_title(figure, f"Effective Rank, Uncentred and Centred{_in_brackets(scales)}")
     looks = _looks(plain)
     for r, scale in enumerate(scales):
         for c, (results, name) in enumerate(((plain, "Uncentred"), (centered, "Centred"))):
@@ -174,7 +174,7 @@ def steps_figure(runs: Sequence[Run], results: Results) -> Figure:
     """Mean effective rank over layers against the tokens seen in training, a line a run; a panel a scale. results: the first steps'."""
     scales = list(dict.fromkeys(run.scale for run in runs))
     figure = Figure(figsize=(max(6.2 * len(scales), 6.8), 5.0), layout="constrained")
-    title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices in Training")
+    figure_title(figure, f"Effective Rank of {'Centred ' if results.is_centered else ''}Head Similarity Matrices in Training")
     looks = _looks(results)
     for place, scale in enumerate(scales):
         ax = figure.add_subplot(1, len(scales), place + 1)
@@ -339,7 +339,7 @@ def _clear(ax: Axes, legend: Legend) -> None:
         ax.set_yticks([tick for tick in ax.get_yticks() if 0 <= tick <= high])  # no rank is below 0
 
 
-def title(figure: Figure, text: str) -> None:
+def figure_title(figure: Figure, text: str) -> None:
     """The heading of the whole figure."""
     figure.suptitle(wrapped(text, int(figure.get_figwidth() * 10)), fontsize=13)
 
