@@ -15,7 +15,7 @@ import transformers
 from headrank.errors import HeadrankError
 from headrank.hf_loading import load_tokenizer_ids, quiet
 from headrank.huggingface import TransformersRunner
-from tests.test_huggingface import apart, build, case_of, measured
+from tests.test_huggingface import GROUPED, Case, apart, build, case_of, measured
 
 
 def saved(folder: Path, kind: str = "llama", **config: Any) -> Any:
@@ -176,3 +176,45 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         saved(tmp_path / kind, kind)
         with pytest.raises(HeadrankError, match="has no tokenizer"):
             load_tokenizer_ids(tmp_path / kind, ["some text"])
+
+
+def written_as_gguf(path: Path, model: Any) -> Path:
+    """A qwen2 model as one GGUF file of float32 tensors, with the names that llama.cpp gives them."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    names = {"self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    names |= {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+    for name, tensor in model.state_dict().items():
+        if name.startswith("layers."):
+            _, layer, rest = name.split(".", 2)
+            module, _, kind = rest.rpartition(".")
+            name = f"blk.{layer}.{names[module]}.{kind}"
+        else:
+            name = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[name]
+        writer.add_tensor(name, tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_gguf_file_gives_what_the_model_gave(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = build(Case("qwen2", settings=GROUPED))
+    path = written_as_gguf(tmp_path / "model.gguf", model)
+    wanted = measured(TransformersRunner(model), "right")
+    for given in (path, tmp_path):
+        assert apart(measured(load(given), "right"), wanted) < 1e-6
+    assert capfd.readouterr() == ("", "")
