@@ -47,6 +47,11 @@ class MlaPart(StrEnum):
     rope = "rope"
 
 
+class Part(StrEnum):
+    text = "text"
+    vision = "vision"
+
+
 class Device(StrEnum):
     auto = "auto"
     cpu = "cpu"
@@ -59,6 +64,11 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class Values(StrEnum):
+    mean = "mean"
+    fit = "fit"
 
 
 class Format(StrEnum):
@@ -82,7 +92,11 @@ class Shared:
     scales: Annotated[list[str] | None, typer.Option(help="Families to show, e.g. --scales 128M 2.5B.")] = None
     layer: Annotated[list[int] | None, typer.Option(help="Layers, e.g. --layer 0 18 -1; negative ones count from the end.")] = None
     checkpoints: Annotated[Path | None, typer.Option(help="Where families live [env: HEADRANK_CHECKPOINTS; default: checkpoints].")] = None
-    config: Annotated[list[Path] | None, typer.Option(help="TOML file of a family of your own.")] = None
+    config: Annotated[list[Path] | None, typer.Option(help="TOML file of a family of your own, or config.json of a file that has none.")] = None
+    layout: Annotated[Path | None, typer.Option(help="TOML file that describes an architecture that is not in the table.")] = None
+    adapter: Annotated[Path | None, typer.Option(help="LoRA adapter to add to the weights.")] = None
+    step: Annotated[int | None, typer.Option(min=0, help="Which of a nanochat folder's models [default: the last].")] = None
+    part: Annotated[Part, typer.Option(help="Part of a multimodal model.")] = Part.text
     source: Annotated[Source, typer.Option(help="Measure what heads do on text, or their weights alone.")] = Source.activations
     circuit: Annotated[Circuit | None, typer.Option(help="qk: where heads look; ov: what they write [default: qk where the measure has it].")] = None
     measure: Annotated[Measure, typer.Option(help=MEASURE_HELP)] = Measure.operator
@@ -103,6 +117,30 @@ class Shared:
     dtype: Annotated[Dtype, typer.Option(help="Numbers of the forward pass; auto: bfloat16 on CUDA, else float32.")] = Dtype.auto
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("headrank-out")
     format: Annotated[list[Format] | None, typer.Option(help="Figure formats: png, pdf, svg [default: png].")] = None
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no remarks.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that headrank did not write.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deciding:
+    """The options of the commands that decide and try."""
+
+    models: Annotated[list[str] | None, typer.Argument(metavar="[[LABEL=]PATH]...", help="Checkpoints: folders, files or hub ids.")] = None
+    scales: Annotated[list[str] | None, typer.Option(help="Families whose plain heads (MHA) to take, e.g. --scales 128M.")] = None
+    checkpoints: Annotated[Path | None, typer.Option(help="Where families live [env: HEADRANK_CHECKPOINTS; default: checkpoints].")] = None
+    config: Annotated[list[Path] | None, typer.Option(help="TOML file of a family of your own.")] = None
+    values: Annotated[Values, typer.Option(help="Values of a group: their mean, or the best that can be shared, output projections refitted.")] = Values.mean
+    source: Annotated[Source, typer.Option(help="Compare heads by their weights, or by what they do on text.")] = Source.weights
+    text: Annotated[list[Path] | None, typer.Option(help="Text file to feed; the bundled text by default.")] = None
+    tokens: Annotated[list[Path] | None, typer.Option(help="Token ids to feed: .npy, or .bin of 16-bit numbers.")] = None
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence [default: the model's context, at most 512].")] = None
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences to feed, at most.")] = 128
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences a batch [default: as many as fit].")] = None
+    device: Annotated[Device, typer.Option(help="Where the forward pass runs.")] = Device.auto
+    dtype: Annotated[Dtype, typer.Option(help="Numbers of the forward pass; auto: float32 for losses.")] = Dtype.auto
+    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("headrank-out")
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no remarks.")] = False
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that headrank did not write.")] = False
@@ -177,6 +215,58 @@ def measure(
         from headrank.commands import run_measure
 
         run_measure(options, output=output, null=null)
+
+
+@app.command("inspect", epilog="Example: headrank inspect checkpoints/128M/mha --explain")
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint: folder, file or hub id.")],
+    explain: Annotated[bool, typer.Option("--explain", help="Show tensor, slice and head for every layer.")] = False,
+    config: Annotated[Path | None, typer.Option(help="config.json of a file that has none.")] = None,
+    layout: Annotated[Path | None, typer.Option(help="TOML file that describes an architecture that is not in the table.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="LoRA adapter to add to the weights.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Which of a nanochat folder's models [default: the last].")] = None,
+    part: Annotated[Part, typer.Option(help="Part of a multimodal model.")] = Part.text,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """What a checkpoint is, from its headers alone."""
+    with _exit_codes():
+        from headrank.commands import run_inspect
+        from headrank.measure import Reading
+
+        run_inspect(model, Reading(config=config, layout=layout, adapter=adapter, step=step, part=part.value), explain=explain, as_json=json)
+
+
+@app.command("suggest", cls=SpreadCommand, epilog="Example: headrank suggest --groups 3 --budget 50%")
+@with_options(Deciding)
+def suggest(
+    groups: Annotated[int | None, typer.Option(min=1, help="Key-value heads to keep [default: the most that divide those there are].")] = None,
+    budget: Annotated[str, typer.Option(help="Cache for one token, all layers: bytes, or percent of what plain heads take.")] = "50%",
+    bytes_per_value: Annotated[int, typer.Option(min=1, help="Bytes of a number in the cache.")] = 2,
+    threshold: Annotated[float, typer.Option(min=-1, max=1, help="Least similarity of near-duplicates.")] = 0.9,
+    options: Deciding = Deciding(),
+) -> None:
+    """Which heads to join into groups, which ranks to choose for LRKV or MLA, which heads are near-duplicates."""
+    with _exit_codes():
+        from headrank.decisions import run_suggest
+
+        run_suggest(options, groups=groups, budget=budget, bytes_per_value=bytes_per_value, threshold=threshold)
+
+
+@app.command("try", cls=SpreadCommand, epilog="Example: headrank try --groups 3")
+@with_options(Deciding)
+def try_(
+    groups: Annotated[int | None, typer.Option(min=1, help="Join the heads into so many groups.")] = None,
+    remove: Annotated[int | None, typer.Option(min=1, help="Remove so many heads from every layer.")] = None,
+    threshold: Annotated[float | None, typer.Option(min=-1, max=1, help="With --remove: refuse where heads are less alike.")] = None,
+    random: Annotated[int, typer.Option(min=0, help="Random choices to compare with.")] = 5,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder of the new checkpoint [default: in --out].")] = None,
+    options: Deciding = Deciding(),
+) -> None:
+    """Joins or removes heads of one of headrank's own checkpoints, and measures what that costs on text."""
+    with _exit_codes():
+        from headrank.decisions import run_try
+
+        run_try(options, groups=groups, remove=remove, threshold=threshold, n_random=random, output=output)
 
 
 def _report(command: str, options: Shared) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from headrank import summary, tables
 from headrank.dynamics import as_run, run_document, run_rows, step_refs, steps_cells
 from headrank.errors import HeadrankError
-from headrank.measure import LayerChoice, Settings, all_layers, form_of, measure
+from headrank.measure import LayerChoice, Reading, Settings, all_layers, form_of, measure
 from headrank.measures import circuit_of, gram_name
 from headrank.output import OutputFolder, figure_bytes
 from headrank.results import Results, model_result
@@ -23,7 +23,7 @@ from headrank.store import Store, is_measurement, write_measurement
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from headrank.cli import Shared
+    from headrank.cli import Deciding, Shared
 
 SHOWN_LAYERS: dict[str, LayerChoice] = {
     "heatmap": lambda layers: [middle_layer(layers)],
@@ -80,9 +80,10 @@ class Report:
     """Why layers have no numbers; they make the exit code 1."""
 
 
-def publish(stem: str, options: "Shared", work: Callable[[Terminal], Report], *, texts: Sequence[str] = ("csv",), has_figure: bool = True) -> None:
+def publish(stem: str, options: "Shared | Deciding", work: Callable[[Terminal], Report], *, texts: Sequence[str] = ("csv",), has_figure: bool = True) -> None:
     """Sees to it that the output can be written, lets `work` compute, writes figure, texts and document together, and shows them."""
-    formats = (list(dict.fromkeys(format.value for format in options.format or ())) or ["png"]) if has_figure else []
+    asked = options.format if has_figure else ()  # type: ignore[union-attr]  # what draws no figure has no such option
+    formats = (list(dict.fromkeys(format.value for format in asked or ())) or ["png"]) if has_figure else []
     folder = OutputFolder(options.out, force=options.force)
     folder.prepare(stem, [*formats, *texts, "json"])
     with Terminal(quiet=options.quiet) as terminal:
@@ -218,9 +219,27 @@ def run_measure(options: "Shared", *, output: Path, null: bool) -> None:
         raise HeadrankError("\n".join(measurement.faults.values()))
 
 
+def run_inspect(path: str, reading: Reading, *, explain: bool, as_json: bool) -> None:
+    """Carries out inspect: what a checkpoint is, from its headers alone."""
+    from headrank import inspection
+
+    checkpoint, architecture = reading.open(path)
+    known = inspection.facts(checkpoint, architecture)
+    entries = list(inspection.explanation(architecture)) if explain else []
+    if as_json:
+        sys.stdout.write(tables.json_text({"schema": tables.SCHEMA, "command": "inspect", **known} | ({"explanation": entries} if explain else {})))
+        return
+    console = Console(markup=False, highlight=False, emoji=False)
+    tables.print_cells(("Fact", ""), inspection.fact_lines(known), console)
+    if explain:
+        tables.print_cells(*inspection.explanation_cells(entries), console)
+
+
 def settings_of(options: "Shared", *, null: bool = False) -> Settings:
     """The part of the options that decides numbers."""
+    config = [path for path in options.config or () if path.suffix == ".json"]
     return Settings(
+        reading=Reading(config=config[0] if config else None, layout=options.layout, adapter=options.adapter, step=options.step, part=options.part.value),
         source=options.source.value,
         raw=options.raw,
         mla_part=options.mla_part.value,
@@ -241,14 +260,21 @@ def settings_of(options: "Shared", *, null: bool = False) -> Settings:
     )
 
 
-def choose_models(options: "Shared", *, figure: str, largest_only: bool, remark: Callable[[str], None]) -> list[ModelRef]:
+def choose_models(options: "Shared | Deciding", *, figure: str, largest_only: bool, remark: Callable[[str], None]) -> list[ModelRef]:
     """The models that the options name, or the families on disk."""
     if options.models and options.scales:
         raise HeadrankError("give models or --scales, not both")
     if options.models:
         return named_models(options.models)
     folder = checkpoints_folder(options.checkpoints)
-    return family_models(options.scales or (), figure=figure, largest_only=largest_only, folder=folder, configs=options.config or (), remark=remark)
+    return family_models(
+        options.scales or (),
+        figure=figure,
+        largest_only=largest_only,
+        folder=folder,
+        configs=[path for path in options.config or () if path.suffix != ".json"],
+        remark=remark,
+    )
 
 
 def _asked(options: "Shared") -> LayerChoice | None:

@@ -19,6 +19,7 @@ from headrank.store import LayerFacts
 from headrank.tokens import Sequences
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65536}  # where no batch size is asked for; halved until it fits
+RUN_BY_TRANSFORMERS = ("safetensors", "safetensors shards", "pytorch", "pytorch shards", "gguf", "gguf parts")
 
 
 class Recorder:
@@ -110,8 +111,9 @@ class Runner(Protocol):
 class DecoderRunner:
     """Our own decoder."""
 
-    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
-        config = ModelConfig.from_dict(checkpoint.config, where=f"{checkpoint.path}/{checkpoint.config_name}")
+    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, config: ModelConfig | None = None) -> None:
+        """config: the geometry, where the checkpoint's configuration is not one of ours."""
+        config = config or ModelConfig.from_dict(checkpoint.config, where=f"{checkpoint.path}/{checkpoint.config_name}")
         self.model = load_decoder(config, checkpoint.read, names=checkpoint.tensors.keys(), device=device, dtype=dtype, where=str(checkpoint.path))
 
     @torch.no_grad()
@@ -134,12 +136,39 @@ class DecoderRunner:
 
 
 def load_runner(checkpoint: Checkpoint, architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> Runner:
-    """The model of a checkpoint, ready to run: our own decoder, or one of transformers'."""
-    if checkpoint.config.get("model_type") == MODEL_TYPE:
+    """The model of a checkpoint, ready to run: our own decoder, or one of transformers'. Raises HeadrankError where neither can be."""
+    model_type = checkpoint.config.get("model_type")
+    if model_type == MODEL_TYPE:
         return DecoderRunner(checkpoint, device=device, dtype=dtype)
+    if model_type == "nanochat" and checkpoint.format == "nanochat":
+        return DecoderRunner(checkpoint, device=device, dtype=dtype, config=_nanochat_config(checkpoint, architecture))
+    if checkpoint.format not in RUN_BY_TRANSFORMERS:
+        raise HeadrankError(f"{checkpoint.path}: a forward pass needs a model folder or GGUF file on this disk, not {checkpoint.format}; use --source weights")
     from headrank.huggingface import TransformersRunner
 
     return TransformersRunner.load(checkpoint.path, device=device, dtype=dtype)
+
+
+def _nanochat_config(checkpoint: Checkpoint, architecture: Architecture) -> ModelConfig:
+    """nanochat's first decoder is ours. Later ones have windows and tensors that ours has not, which loading refuses by name."""
+    if windows := {layer.window for layer in architecture.layers if layer.window is not None}:
+        raise HeadrankError(f"{checkpoint.path}/{checkpoint.config_name}: windows of {sorted(windows)} tokens are not in our decoder; use --source weights")
+    H, G = architecture.n_head, architecture.n_kv_head
+    fc = next((info for name, info in checkpoint.tensors.items() if name.endswith("h.0.mlp.c_fc.weight")), None)
+    embedding = next((info for name, info in checkpoint.tensors.items() if name.endswith("wte.weight")), None)
+    if fc is None or embedding is None:
+        raise HeadrankError(f"{checkpoint.path}: no MLP or no embedding of nanochat's; use --source weights")
+    return ModelConfig(
+        kind="mha" if G == H else "mqa" if G == 1 else "gqa",
+        n_layer=architecture.n_layer,
+        n_head=H,
+        n_kv_head=G,
+        d_head=architecture.d_head,
+        d_model=architecture.d_model,
+        d_mlp=fc.shape[0],
+        vocab_size=embedding.shape[0],
+        context=architecture.context or 2048,
+    )
 
 
 class _DecoderProbe:

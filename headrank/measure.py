@@ -1,5 +1,6 @@
 """The only joiner: a checkpoint and settings in, a Measurement out, from the store where it has it."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -9,21 +10,58 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from headrank.config import MODEL_TYPE
 from headrank.errors import HeadrankError, NotFiniteError
 from headrank.measures import OPERATOR, check_source, find_measure
 from headrank.selection import ModelRef, resolve_layers
 from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
 
 if TYPE_CHECKING:
-    from headrank.tokens import Sequences
+    from headrank.architectures import Architecture
+    from headrank.checkpoints import Checkpoint
+    from headrank.tokens import Sequences, TokenStream
 
+OWN_MODELS = (MODEL_TYPE, "nanochat")  # run by our own decoder
 FORM = {"measure": OPERATOR, "rope_offset": 0, "rope_mean": None}  # settings of what is measured of the heads, and what is plain
 MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a checkpoint is to be read, where its own files do not say."""
+
+    config: Path | None = None
+    """A config.json for a file that has none."""
+    layout: Path | None = None
+    """A TOML file that describes an architecture that the table does not have."""
+    adapter: Path | None = None
+    """A folder with a LoRA adapter that is added to the weights."""
+    step: int | None = None
+    """Which of a nanochat folder's models; the last where none is given."""
+    part: str = "text"
+    """text or vision of a multimodal model."""
+
+    def open(self, path: str) -> "tuple[Checkpoint, Architecture]":
+        """The checkpoint and what its tensors mean; headers alone are read. Raises HeadrankError where it cannot be read."""
+        from headrank.architectures import describe
+        from headrank.checkpoints import open_checkpoint
+
+        checkpoint = open_checkpoint(path, config=self.config, step=self.step, adapter=self.adapter)
+        return checkpoint, describe(checkpoint, layout=self.layout, part=self.part)
+
+    @property
+    def key(self) -> dict[str, str]:
+        """What of this changes numbers and does not show in the checkpoint's own identity."""
+        layout = {"layout": hashlib.sha256(self.layout.read_bytes()).hexdigest()} if self.layout is not None else {}
+        return layout | ({"part": self.part} if self.part != "text" else {})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a measurement depends on, beside the checkpoint."""
+
+    reading: Reading = field(default_factory=Reading)
+    """How the checkpoint is read."""
 
     source: str = "activations"
     """activations or weights."""
@@ -107,11 +145,7 @@ def measure(
     if path.is_file() and is_measurement(path):
         return _stored(read_measurement(path), settings, layers, ref)
 
-    from headrank.architectures import describe
-    from headrank.checkpoints import open_checkpoint
-
-    checkpoint = open_checkpoint(ref.path)
-    architecture = describe(checkpoint)
+    checkpoint, architecture = settings.reading.open(ref.path)
     facts = [
         LayerFacts(index=layer.index, n_head=layer.n_head, n_kv_head=layer.n_kv_head, group=layer.group, window=layer.window) for layer in architecture.layers
     ]
@@ -131,7 +165,7 @@ def measure(
         trained=_trained(checkpoint.path),
     )
     work = _WeightsWork(checkpoint, architecture, settings) if settings.source == "weights" else _ActivationsWork(checkpoint, architecture, settings)
-    key = Store.key(checkpoint=checkpoint.identity(), source=settings.source, **work.settings)
+    key = Store.key(checkpoint=checkpoint.identity(), source=settings.source, **settings.reading.key, **work.settings)
     known = store.find(key) if store else None
     have = {layer.key for layer in known.layers} if known else set()
     missing = [layer for layer in chosen if layer.key not in have]
@@ -184,9 +218,9 @@ def _trained(path: Path) -> dict[str, Any]:
     """What a training.json beside the weights says of the training, if there is one."""
     try:
         record = json.loads((path / "training.json").read_text(encoding="utf-8"))
-        curve = record["loss_curve"]
-        return {"tokens_seen": int(record["tokens_seen"]), "validation_loss": float(curve[-1]["validation_loss"])}
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        loss = float(record["loss_curve"][-1]["validation_loss"])
+        return {"tokens_seen": int(record["tokens_seen"]), "validation_loss": loss} if math.isfinite(loss) else {}
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError):
         return {}
 
 
@@ -308,7 +342,8 @@ def sequences_to_feed(checkpoint: Any, architecture: Any, settings: Settings) ->
         raise HeadrankError(f"{checkpoint.path}: --seq-len {seq_len} is more than the {context} tokens that the model was trained on")
     if settings.skip_first >= seq_len - 1:
         raise HeadrankError(f"--skip-first {settings.skip_first} leaves no pair of tokens in sequences of {seq_len}")
-    return cut_sequences(_stream(checkpoint, architecture, settings), seq_len=seq_len, n_sequences=settings.n_sequences, seed=settings.seed)
+    stream, before, after = _stream(checkpoint, architecture, settings)
+    return cut_sequences(stream, seq_len=seq_len, n_sequences=settings.n_sequences, seed=settings.seed, before=before, after=after)
 
 
 def facts_of(sequences: "Sequences", settings: Settings) -> dict[str, Any]:
@@ -317,16 +352,24 @@ def facts_of(sequences: "Sequences", settings: Settings) -> dict[str, Any]:
     return {"source": sequences.source, "sha256": sequences.sha256, "n_sequences": N, "seq_len": T, "n_tokens": sequences.n_tokens, "seed": settings.seed}
 
 
-def _stream(checkpoint: Any, architecture: Any, settings: Settings) -> Any:
-    """The tokens to feed: as asked for, else the bundled text through the model's tokenizer or as bytes."""
-    from headrank.tokens import BYTE_VOCABULARY, calibration_text, read_token_files
+def _stream(checkpoint: Any, architecture: Any, settings: Settings) -> "tuple[TokenStream, tuple[int, ...], tuple[int, ...]]":
+    """The tokens to feed, and the special tokens that stand before and after each sequence of text.
 
-    vocab_size = architecture.vocab_size or math.inf
-    tokenizer = checkpoint.path / "tokenizer.json"
-    if not settings.tokens and not settings.text and vocab_size != BYTE_VOCABULARY and not tokenizer.is_file():
+    As asked for, else the bundled text: as bytes where the vocabulary is 256, else through the checkpoint's own tokenizer.
+    """
+    from headrank.tokens import BYTE_VOCABULARY, calibration_text, read_texts, read_token_files, token_stream
+
+    vocab_size = architecture.vocab_size
+    if settings.tokens or vocab_size == BYTE_VOCABULARY:
+        text = settings.text or (() if settings.tokens else (calibration_text(),))
+        return read_token_files(text=text, tokens=settings.tokens, tokenizer=None, vocab_size=vocab_size), (), ()
+    if checkpoint.config.get("model_type") in OWN_MODELS and not (checkpoint.path / "tokenizer.json").is_file():
         raise HeadrankError(
-            f"{checkpoint.path}: no tokenizer.json, so no text can be fed to its {architecture.vocab_size} token ids\n"
+            f"{checkpoint.path}: no tokenizer.json, so no text can be fed to its {vocab_size} token ids\n"
             "Give token ids with --tokens FILE (.npy or .bin), or measure the weights with --source weights"
         )
-    text = settings.text or (() if settings.tokens else (calibration_text(),))
-    return read_token_files(text=text, tokens=settings.tokens, tokenizer=tokenizer if tokenizer.is_file() else None, vocab_size=architecture.vocab_size)
+    from headrank.hf_loading import load_tokenizer_ids
+
+    paths = settings.text or (calibration_text(),)
+    texts = load_tokenizer_ids(checkpoint.path, read_texts(paths))
+    return token_stream(paths, texts.ids, vocab_size=vocab_size), texts.before, texts.after

@@ -49,6 +49,11 @@ def read_token_files(*, text: Sequence[Path], tokens: Sequence[Path], tokenizer:
     else:
         what = "an unknown vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
         raise HeadrankError(f"{paths[0]}: {what} needs a tokenizer to read text; give --tokenizer, or token ids with --tokens")
+    return token_stream(paths, parts, vocab_size=vocab_size)
+
+
+def token_stream(paths: Sequence[Path], parts: Sequence[NDArray[np.integer]], *, vocab_size: int | None) -> TokenStream:
+    """Joins the token ids of files. Raises HeadrankError where a file has none, or one outside the vocabulary, where that is known."""
     for path, part in zip(paths, parts, strict=True):
         if not len(part):
             raise HeadrankError(f"{path}: empty; give a file with text or token ids in it")
@@ -58,6 +63,11 @@ def read_token_files(*, text: Sequence[Path], tokens: Sequence[Path], tokenizer:
     alike = len({part.dtype for part in parts}) == 1
     ids = parts[0] if len(parts) == 1 else np.concatenate(parts, dtype=None if alike else np.int32)  # left alone, some pairs of types give floats
     return TokenStream(ids=ids, name=", ".join(path.name for path in paths), sha256=_sha256(ids))
+
+
+def read_texts(paths: Sequence[Path]) -> list[str]:
+    """Texts of UTF-8 files. Raises HeadrankError where one cannot be read."""
+    return [_text(path) for path in paths]
 
 
 def _sha256(ids: NDArray[np.integer]) -> str:
@@ -138,16 +148,23 @@ class Sequences:
         return digest.hexdigest()
 
 
-def cut_sequences(stream: TokenStream, *, seq_len: int, n_sequences: int, seed: int) -> Sequences:
-    """Cuts the stream into windows of seq_len tokens and takes n_sequences of them in seeded random order, or all where there are fewer.
+def cut_sequences(stream: TokenStream, *, seq_len: int, n_sequences: int, seed: int, before: Sequence[int] = (), after: Sequence[int] = ()) -> Sequences:
+    """Cuts the stream into windows and takes n_sequences of them in seeded random order, or all where there are fewer.
 
-    The tail that does not fill a window is left out. Raises HeadrankError where the stream is shorter than one window.
+    before, after: special tokens that stand around every window; seq_len counts them. The tail that does not fill a window is left
+    out. Raises HeadrankError where the stream is shorter than one window.
     """
-    n_windows = len(stream.ids) // seq_len
+    length = seq_len - len(before) - len(after)
+    if length < 1:
+        raise HeadrankError(f"--seq-len {seq_len} leaves no room beside the tokenizer's {len(before) + len(after)} special tokens")
+    n_windows = len(stream.ids) // length
     if not n_windows:
-        raise HeadrankError(f"{stream.name}: {len(stream.ids)} tokens are fewer than one sequence of {seq_len}; give more text, or a smaller --seq-len")
+        raise HeadrankError(f"{stream.name}: {len(stream.ids)} tokens are fewer than one sequence of {length}; give more text, or a smaller --seq-len")
     chosen = np.random.default_rng(seed).permutation(n_windows)[:n_sequences]
-    ids = stream.ids[: n_windows * seq_len].reshape(n_windows, seq_len)[chosen]
+    ids: NDArray[np.integer] = stream.ids[: n_windows * length].reshape(n_windows, length)[chosen]
+    if before or after:
+        frame = [np.tile(np.asarray(part, dtype=ids.dtype), (len(ids), 1)) for part in (before, after)]
+        ids = np.concatenate([frame[0], ids, frame[1]], axis=1)
     return Sequences(ids=ids, lengths=np.full(len(ids), seq_len, dtype=np.int64), source=stream.name)
 
 
