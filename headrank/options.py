@@ -67,8 +67,11 @@ class SpreadCommand(TyperCommand):
         return super().parse_args(ctx, spread(args))
 
 
-def with_options(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the fields of a dataclass as its options, after its own; it gets them as one object, its last argument."""
+def with_options(options: type, *, without: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the fields of a dataclass as its options, after its own; it gets them as one object, its last argument.
+
+    Fields named in `without` are no options of this command and keep their defaults.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
@@ -82,6 +85,7 @@ def with_options(options: type) -> Callable[[Callable[..., None]], Callable[...,
                 annotation=shared_hints[f.name],
             )
             for f in fields(options)
+            if f.name not in without
         ]
 
         def wrapper(**values: Any) -> None:
