@@ -12,12 +12,14 @@ without changing the model, so they are folded in:
 An RMS norm is folded up to one positive factor a token: the factors are the head's map on inputs of unit RMS.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headrank.architectures import Architecture, AttentionLayer, Chain, Norm, Projection, Slice
+from headrank.architectures import Architecture, AttentionLayer, Chain, Norm, Projection, Scale, Slice
 from headrank.checkpoints import Checkpoint
 from headrank.errors import HeadrankError, NotFiniteError
 
@@ -28,14 +30,16 @@ SAFE = 1e15  # products of sizes within 1/SAFE…SAFE neither overflow nor vanis
 
 @dataclass(frozen=True)
 class HeadFactors:
-    """Head h is left[left_of_head[h]] @ right[right_of_head[h]].T. Factors that heads share stand once."""
+    """Head h is left[left_of_head[h]] @ right[right_of_head[h]].T times 2^exponent. Factors that heads share stand once."""
 
     left: Tensor
-    """[n_left, n, k]: float32, or float64 where the file stores that or the numbers leave float32's range."""
+    """[n_left, n, k]: float32, or float64 where the file stores that."""
     right: Tensor
     """[n_right, m, k]"""
     left_of_head: tuple[int, ...]
     right_of_head: tuple[int, ...]
+    exponent: int = 0
+    """Not 0 only where products of the file's numbers leave float32's range; the same for all heads, so that no similarity depends on it."""
 
 
 def head_factors(
@@ -54,12 +58,15 @@ def head_factors(
         raise HeadrankError(f"MLA part {mla_part!r} is not known; known: {', '.join(MLA_PARTS)}")
     reader = _Reader(checkpoint, layer)
     if circuit == "qk":
-        left = _factor(reader, layer.q, raw=raw, with_bias=True, only=_chosen(layer, mla_part))
-        right = _factor(reader, layer.k, raw=raw, with_bias=False, only=_chosen(layer, mla_part))
+        only = _chosen(layer, mla_part)
+        left, left_exponent = _factor(reader, layer.q, raw=raw, with_bias=True, only=only)
+        right, right_exponent = _factor(reader, layer.k, raw=raw, with_bias=False, only=only)
     else:
-        left = _factor(reader, layer.v, raw=raw, with_bias=True)
-        right = _factor(reader, layer.o, raw=raw, with_bias=False)
-    return HeadFactors(left, right, _shared(layer.n_head, len(left)), _shared(layer.n_head, len(right)))
+        left, left_exponent = _factor(reader, layer.v, raw=raw, with_bias=True)
+        right, right_exponent = _factor(reader, layer.o, raw=raw, with_bias=False)
+    if left.dtype != right.dtype:
+        left, right = left.double(), right.double()
+    return HeadFactors(left, right, _shared(layer.n_head, len(left)), _shared(layer.n_head, len(right)), left_exponent + right_exponent)
 
 
 def _chosen(layer: AttentionLayer, mla_part: str) -> tuple[str, ...] | None:
@@ -82,10 +89,12 @@ class _Reader:
         self.checkpoint, self.layer = checkpoint, layer
         self.tensors: dict[str, Tensor] = {}
 
-    def whole(self, name: str) -> Tensor:
+    def whole(self, name: str, scale: Scale | None = None) -> Tensor:
         if name not in self.tensors:
             tensor = self.checkpoint.read(name)
-            if not tensor.is_floating_point():
+            if scale is not None:
+                tensor = tensor.float() * _spread(self.checkpoint.read(scale.tensor).float(), scale.block, tensor.shape)
+            elif not tensor.is_floating_point():
                 info = self.checkpoint.tensors[name]
                 raise HeadrankError(f"{info.file}: {name} holds {info.dtype}, quantised numbers whose scales are not applied; take a checkpoint without them")
             self.tensors[name] = tensor
@@ -93,7 +102,7 @@ class _Reader:
 
     def heads(self, weight: Slice) -> Tensor:
         """[n, size, in] in the stored type."""
-        tensor = self.whole(weight.tensor)
+        tensor = self.whole(weight.tensor, weight.scale)
         if weight.transposed:
             tensor = tensor.transpose(-1, -2)
         return self.finite(_take(tensor.flatten(0, -2), weight), weight.tensor)
@@ -123,6 +132,13 @@ def _range(tensor: Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def _spread(scale: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
+    """One factor a number, from one a block."""
+    rows, columns = (-(-size // step) for size, step in zip(shape, block, strict=True))
+    scale = scale.reshape(rows, columns)
+    return scale.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
 def _take(tensor: Tensor, weight: Slice) -> Tensor:
     """Rows of each head: [rows, …] -> [n, size, …]; a view where they lie one after the other."""
     first, n, size = weight.starts[0], len(weight.starts), weight.size
@@ -132,27 +148,28 @@ def _take(tensor: Tensor, weight: Slice) -> Tensor:
     return tensor[rows]
 
 
-def _factor(reader: _Reader, projection: Projection, *, raw: bool, with_bias: bool, only: tuple[str, ...] | None = None) -> Tensor:
-    """[n, in (+ 1), size] in float32, or float64 where float32 cannot hold it."""
+def _factor(reader: _Reader, projection: Projection, *, raw: bool, with_bias: bool, only: tuple[str, ...] | None = None) -> tuple[Tensor, int]:
+    """[n, in (+ 1), size], and the power of two that was taken out of it because float32 cannot hold it."""
     wide = _size_of(reader, projection, raw)
     dtype = torch.float32 if wide is None else torch.float64
     matrix, row = _evaluate(reader, projection, dtype, raw=raw, only=only)
     if row is not None and with_bias:
         matrix = torch.cat((matrix, row.unsqueeze(1)), 1)
+    exponent = 0
     if wide == "range":
-        size = float(matrix.abs().max())
-        if 1 / SAFE < size < SAFE:
-            matrix = matrix.float()
-    return matrix.contiguous()
+        size = float(matrix.abs().max()) if matrix.numel() else 1.0
+        exponent = 0 if not size or 1 / SAFE < size < SAFE else math.frexp(size)[1]
+        matrix = torch.ldexp(matrix, torch.tensor(-exponent)).float()
+    return matrix.contiguous(), exponent
 
 
 def _size_of(reader: _Reader, projection: Projection, raw: bool) -> str | None:
     """Why float64 is needed: the file stores it ("stored"), or the product of the sizes may leave float32's range ("range")."""
-    names = {step.weight.tensor for chains in projection.parts.values() for chain in chains for step in chain}
-    norms = [step.norm for chains in projection.parts.values() for chain in chains for step in chain if step.norm] + [projection.head_norm]
+    steps = [step for chains in projection.parts.values() for chain in chains for step in chain]
+    tensors = [reader.whole(step.weight.tensor, step.weight.scale) for step in steps]
     if not raw:
-        names |= {name for norm in norms if norm is not None for name in norm.gain}
-    tensors = [reader.whole(name) for name in names]
+        norms = [norm for norm in (projection.head_norm, *(step.norm for step in steps)) if norm is not None]
+        tensors += [reader.whole(name) for norm in norms for name in norm.gain]
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         return "stored"
     size = 1.0

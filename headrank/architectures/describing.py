@@ -137,7 +137,7 @@ def _architecture(checkpoint: Checkpoint, row: Row, stacks: list[Stack]) -> Arch
         n_parameters=_count_parameters(checkpoint),
         kv_values_per_token=sum(layer.kv_values_per_token for layer in layers),
         folded=tuple({text: None for stack in stacks for text in stack.folded}),
-        remarks=(*checkpoint.remarks, *(text for stack in stacks for text in stack.remarks)),
+        remarks=(*checkpoint.remarks, *{text: None for stack in stacks for text in stack.remarks}),
     )
 
 

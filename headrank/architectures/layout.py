@@ -18,6 +18,15 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Factors that 8-bit numbers are stored without: the matrix is theirs times what is stored."""
+
+    tensor: str
+    block: tuple[int, int]
+    """Rows and columns, as stored, that share one factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slice:
     """Rows of one stored matrix that belong to heads."""
 
@@ -29,6 +38,7 @@ class Slice:
     """Rows a head."""
     transposed: bool = False
     """Stored in × out: what is called a row here is a column on disk."""
+    scale: Scale | None = None
     pattern: str = ""
     """The row pattern that it was cut by, for people."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from headrank.architectures.facts import Facts
-from headrank.architectures.layout import AttentionLayer, Chain, Norm, Projection, Slice, Step
+from headrank.architectures.layout import AttentionLayer, Chain, Norm, Projection, Scale, Slice, Step
 from headrank.architectures.patterns import lay_out, rows_of
 from headrank.architectures.table import NormSpec, ProjectionSpec, Row, StepSpec
 from headrank.checkpoints import Checkpoint
@@ -14,7 +14,9 @@ from headrank.errors import HeadrankError
 WEIGHT = (".weight", "")
 GAIN = (".weight", ".gamma", "")
 BIAS = (".bias", ".beta")
-SCALES = (".weight_scale", ".weight_scale_inv", ".scales", ".SCB", ".weight.absmax", ".weight.quant_map", ".qweight", ".weight_packed", ".input_scale")
+SCALES = (".weight_scale", ".weight_scale_inv")  # of 8-bit numbers: the matrix is scale times what is stored, whatever the name
+PACKED = (".scales", ".SCB", ".weight.absmax", ".weight.quant_map", ".qweight", ".weight_packed", ".weight_zero_point")
+EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 UNUSED = re.compile(r"(?:^|[._])(?:(?:q|k|qk|query|key)_?(?:layer)?_?norm|(?:q|kv)_a_(?:layer)?norm|attn_sub_norm|attn_norm_2)")
 BIASES = {"q": "query bias", "v": "value bias"}  # a bias of keys cancels in the softmax; the output's belongs to no head
 
@@ -52,7 +54,7 @@ class Stack:
     names: dict[int, list[str]]
     """Layer -> ends of its tensors' names."""
     folded: dict[str, None] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+    remarks: dict[str, None] = field(default_factory=dict)
 
     def layers(self) -> tuple[AttentionLayer, ...]:
         """All layers with attention. Raises HeadrankError where the configuration and the tensors contradict each other."""
@@ -62,7 +64,7 @@ class Stack:
             file = self.checkpoint.tensors[self.full_name(beyond[-1], self.names[beyond[-1]][0])].file
             raise HeadrankError(f"{self.facts.where} says {self.facts.name('n_layer')} = {n_layer}, but {file} has a layer {beyond[-1]}")
         if beyond:
-            self.remarks.append(f"layer {beyond[0]} predicts further tokens and is left apart")
+            self.remarks[f"layer {beyond[0]} predicts further tokens and is left apart"] = None
         d_model = self.facts.number("d_model")
         return tuple(layer for index in range(n_layer) if (layer := self.layer(index, n_layer, d_model)) is not None)
 
@@ -124,7 +126,7 @@ class Stack:
 
     def step(self, spec: StepSpec, key: str, index: int, counts: Mapping[str, int], sizes: Mapping[str, int], width: int) -> Step:
         full = self.full_name(index, spec.name)
-        self.refuse_scales(full)
+        self.refuse_packed(full)
         name = self.find(full, WEIGHT)
         if name is None:
             raise self.absent(index, spec.name)
@@ -137,7 +139,14 @@ class Stack:
         if shape != expected:
             raise self.misshapen(name, expected, spec, counts, sizes, width)
         pattern = lay_out(spec.pattern, counts, sizes)
-        weight = Slice(tensor=name, starts=pattern.starts[spec.part], size=sizes[spec.part], transposed=along_columns, pattern=spec.pattern)
+        weight = Slice(
+            tensor=name,
+            starts=pattern.starts[spec.part],
+            size=sizes[spec.part],
+            transposed=along_columns,
+            scale=self.scale_of(full, name),
+            pattern=spec.pattern,
+        )
         bias = self.find(full, BIAS) if key != "o" else None
         if bias is not None:
             self.check_size(bias, (rows,))
@@ -196,11 +205,37 @@ class Stack:
             text = f"layer {index} has {', '.join(strange[:3])}, which layout {self.row.name} does not use"
             raise HeadrankError(f"{self.checkpoint.path}: {text}; describe the architecture with --layout FILE")
 
-    def refuse_scales(self, name: str) -> None:
-        """Raises HeadrankError where a matrix comes with scales that would have to be applied."""
-        if scales := [name + ending for ending in SCALES if name + ending in self.checkpoint.tensors]:
-            info = self.checkpoint.tensors[scales[0]]
-            raise HeadrankError(f"{info.file}: {name} is quantised ({scales[0].rpartition('.')[2]}) and its scales are not applied; take the original weights")
+    def refuse_packed(self, name: str) -> None:
+        """Raises HeadrankError where a matrix is quantised in a way that is not undone here."""
+        if found := [name + ending for ending in PACKED if name + ending in self.checkpoint.tensors]:
+            info = self.checkpoint.tensors[found[0]]
+            raise HeadrankError(f"{info.file}: {name} is quantised ({found[0].removeprefix(name)}) and its scales are not applied; take the original weights")
+
+    def scale_of(self, full: str, name: str) -> Scale | None:
+        """The factors of an 8-bit matrix, one for all, one a row or one a block. Raises HeadrankError where it is not clear which."""
+        info = self.checkpoint.tensors[name]
+        scale = self.find(full, SCALES)
+        if scale is None:
+            return None
+        shape, rows, columns = self.checkpoint.tensors[scale].shape, *info.shape[-2:]
+        self.remarks[f"matrices are stored as {info.dtype} with scales, which are applied"] = None
+        if info.dtype in EIGHT_BITS and len(info.shape) == 2:
+            if not shape or set(shape) == {1}:
+                return Scale(tensor=scale, block=(rows, columns))
+            if shape in ((rows,), (rows, 1)):
+                return Scale(tensor=scale, block=(1, columns))
+            block = self.block_size()
+            if block is not None and shape == (-(-rows // block[0]), -(-columns // block[1])):
+                return Scale(tensor=scale, block=block)
+        text = f"{name} ({info.dtype}, {list(info.shape)}) has scales of shape {list(shape)}"
+        raise HeadrankError(f"{info.file}: {text}, and it is not clear which belongs to which number; take the original weights")
+
+    def block_size(self) -> tuple[int, int] | None:
+        settings = self.checkpoint.config.get("quantization_config")
+        match settings.get("weight_block_size") if isinstance(settings, dict) else None:
+            case [int(rows), int(columns)] if rows > 0 and columns > 0:
+                return rows, columns
+        return None
 
     def absent(self, index: int, name: str) -> HeadrankError:
         found = ", ".join(sorted(self.names.get(index, []))[:8]) or "nothing"
@@ -224,7 +259,12 @@ def tensors_of(projection: Projection) -> set[str]:
     steps = [step for chains in projection.parts.values() for chain in chains for step in chain]
     norms = [norm for norm in (projection.head_norm, *(step.norm for step in steps)) if norm is not None]
     biases = {step.bias for step in steps if step.bias is not None}
-    return {step.weight.tensor for step in steps} | biases | {name for norm in norms for name in (*norm.gain, *norm.bias)}
+    return (
+        {step.weight.tensor for step in steps}
+        | {step.weight.scale.tensor for step in steps if step.weight.scale}
+        | biases
+        | {name for norm in norms for name in (*norm.gain, *norm.bias)}
+    )
 
 
 def _cached(k: Projection, v: Projection) -> int:

@@ -249,7 +249,7 @@ def _normalised(x: Tensor, norm: str) -> Tensor:
 
 def full(checkpoint: Checkpoint, layer: AttentionLayer, projection: Projection, x: Tensor) -> Tensor:
     """What our factors make of inputs [N, d]: [N, n, D], biases included (those of keys too)."""
-    factor = _factor(_Reader(checkpoint, layer), projection, raw=False, with_bias=True)
+    factor, _ = _factor(_Reader(checkpoint, layer), projection, raw=False, with_bias=True)
     if factor.shape[1] == x.shape[1] + 1:
         x = torch.cat((x, x.new_ones(len(x), 1)), 1)
     return torch.einsum("nd,hdk->nhk", x, factor)
