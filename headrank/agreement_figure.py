@@ -22,7 +22,7 @@ def agreement_figure(results: Agreement) -> Figure:
         ax = figure.add_subplot(1, len(scales), place)
         ax.set_title(scale or ("Given by path" if len(scales) > 1 else ""), fontsize=11)
         _draw_panel(ax, [model for model in results.models if model.scale == scale], looks)
-    handles = {line.get_label(): line for ax in figure.axes for line in ax.lines}
+    handles = {str(line.get_label()): line for ax in figure.axes for line in ax.lines}
     figure.legend(list(handles.values()), list(handles), loc="outside right center", fontsize=8)
     draw_caption(figure, _caption(results))
     return figure

@@ -58,7 +58,7 @@ def agreement_rows(results: Agreement) -> list[Row]:
 def agreement_cells(results: Agreement) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows of the short table: a row a model."""
     several = len({model.scale for model in results.models}) > 1
-    table = []
+    table: list[tuple[str, ...]] = []
     for model in results.models:
         name = f"{model.label} ({model.scale})" if several and model.scale else model.label
         ends = "{:.2f} … {:.2f}".format(*model.mean_interval) if model.mean_interval else "-"

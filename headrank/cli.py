@@ -269,6 +269,16 @@ def try_(
         run_try(options, groups=groups, remove=remove, threshold=threshold, n_random=random, output=output)
 
 
+@app.command("agree", cls=SpreadCommand, epilog="Example: headrank agree --circuit ov")
+@with_options(Shared, without=("source", "centered"))
+def agree(options: Shared) -> None:
+    """Do weights and activations order the pairs of heads alike? Rank correlation against layer, with an interval over sequences."""
+    with _exit_codes():
+        from headrank.agreement_command import run_agree
+
+        run_agree(options)
+
+
 def _report(command: str, options: Shared) -> None:
     with _exit_codes():
         from headrank.commands import run
