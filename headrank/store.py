@@ -5,7 +5,8 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from headrank.measures import GRAMS
 from headrank.output import replace_atomically
 
 SCHEMA = 1
-CIRCUITS = ("qk", "ov")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +101,18 @@ class Measurement:
 
     def joined(self, other: "Measurement") -> "Measurement":
         """This measurement with another's layers added; where both have one, this one's stays. They must agree in all but the layers."""
-        layers = {layer.key: layer for layer in (*other.layers, *self.layers)}
-        ordered = tuple(sorted(layers.values(), key=lambda layer: (layer.group, layer.index)))
-        return replace(self, layers=ordered, grams={**other.grams, **self.grams}, faults={**other.faults, **self.faults}, null={**other.null, **self.null})
+        own = {layer.key for layer in self.layers}
+        layers = sorted((*self.layers, *(layer for layer in other.layers if layer.key not in own)), key=lambda layer: (layer.group, layer.index))
+        grams = {name: gram for name, gram in other.grams.items() if name.partition("/")[2] not in own} | self.grams
+        faults = {name: fault for name, fault in other.faults.items() if name.partition("/")[2] not in own} | self.faults
+        return replace(self, layers=tuple(layers), grams=grams, faults=faults, null={**other.null, **self.null})
 
 
 def write_measurement(measurement: Measurement, path: Path) -> None:
     """Writes one safetensors file: the Grams, and all the rest as JSON in its header. Whole or not at all."""
     rest = {"schema": SCHEMA, **asdict(replace(measurement, grams={}))}
-    data = save(measurement.grams, metadata={"headrank": json.dumps(rest)})
+    grams = {name: np.ascontiguousarray(gram) for name, gram in measurement.grams.items()}  # save writes memory as it lies, whatever the strides
+    data = save(grams, metadata={"headrank": json.dumps(rest, allow_nan=False)})
     with replace_atomically(path) as temporary:
         temporary.write_bytes(data)
 
@@ -117,17 +121,15 @@ def read_measurement(path: Path) -> Measurement:
     """Reads a measurement. Raises HeadrankError where the file is none, is broken, or has another schema."""
     try:
         with safe_open(path, framework="numpy") as file:
-            rest = json.loads((file.metadata() or {})["headrank"])
+            rest = json.loads((file.metadata() or {})["headrank"], parse_constant=_refuse_constant)
             grams = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         if rest.pop("schema") != SCHEMA:
             raise HeadrankError(f"{path}: a measurement of another version of headrank; measure again")
-        layers = tuple(LayerFacts(**layer) for layer in rest.pop("layers"))
-        rest.pop("grams")
-        measurement = Measurement(model=ModelFacts(**rest.pop("model")), layers=layers, grams=grams, **rest)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        layers = tuple(_typed(LayerFacts, layer) for layer in rest.pop("layers"))
+        model = _typed(ModelFacts, rest.pop("model"))
+        return _checked(_typed(Measurement, {**rest, "model": model, "layers": layers, "grams": grams}))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise HeadrankError(f"{path}: not a measurement of headrank: {error}") from None
-    _check(measurement, path)
-    return measurement
 
 
 def is_measurement(path: Path) -> bool:
@@ -139,13 +141,45 @@ def is_measurement(path: Path) -> bool:
         return False
 
 
-def _check(measurement: Measurement, path: Path) -> None:
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it says {name}")
+
+
+def _typed(cls: type[T], values: dict[str, Any]) -> T:
+    """The dataclass from parsed JSON. Raises TypeError where a field is unknown, missing, or of another type than it should be."""
+    for name, hint in get_type_hints(cls).items():
+        if name in values and not _fits(values[name], hint):
+            raise TypeError(f"{name} is of the wrong type")
+    return cls(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(key, parts[0]) and _fits(item, parts[1]) for key, item in value.items())
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(_fits(item, parts[0]) for item in value)
+    if hint is Any or origin is np.ndarray:
+        return True
+    return type(value) in ((int, float) if hint is float else (hint,))
+
+
+def _checked(measurement: Measurement) -> Measurement:
+    """The measurement. Raises ValueError where its layers and its Gram matrices contradict each other."""
     heads = {layer.key: layer.n_head for layer in measurement.layers}
+    if len(heads) < len(measurement.layers) or any(layer.index < 0 or not 1 <= layer.n_kv_head <= layer.n_head for layer in measurement.layers):
+        raise ValueError("its list of layers is impossible")
     for name, gram in measurement.grams.items():
-        circuit, _, layer = name.partition("/")
-        H = heads.get(layer)
-        if circuit not in GRAMS or H is None or gram.ndim != 3 or gram.shape[1:] != (H, H) or not np.isfinite(gram).all():
-            raise HeadrankError(f"{path}: not a measurement of headrank: {name} of shape {list(gram.shape)} is no finite Gram matrix of a layer it names")
+        H = heads.get(name.partition("/")[2])
+        if H is None or gram.dtype != np.float64 or gram.ndim != 3 or not len(gram) or gram.shape[1:] != (H, H) or not np.isfinite(gram).all():
+            raise ValueError(f"{name} of shape {list(gram.shape)} is no finite Gram matrix of a layer it names")
+    names = [*measurement.grams, *measurement.faults]
+    measured = {name.partition("/")[0] for name in names}
+    if not measured <= set(GRAMS) or sorted(names) != sorted(f"{gram}/{layer}" for gram in measured for layer in heads):
+        raise ValueError("not every layer has a Gram matrix or a reason why not")
+    return measurement
 
 
 class Store:
@@ -180,5 +214,5 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_measurement(measurement, self.folder / f"{key}.safetensors")
         except OSError as error:
-            return f"{self.folder}: measurements are not kept: {error.strerror}"
+            return f"{self.folder}: measurements are not kept: {error.strerror or error}"
         return None
