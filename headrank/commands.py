@@ -230,7 +230,7 @@ def run_inspect(path: str, reading: Reading, *, explain: bool, as_json: bool) ->
         sys.stdout.write(tables.json_text({"schema": tables.SCHEMA, "command": "inspect", **known} | ({"explanation": entries} if explain else {})))
         return
     console = Console(markup=False, highlight=False, emoji=False)
-    tables.print_cells(("Fact", ""), inspection.fact_lines(known), console)
+    tables.print_facts(inspection.fact_lines(known), console)
     if explain:
         tables.print_cells(*inspection.explanation_cells(entries), console)
 

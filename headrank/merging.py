@@ -146,15 +146,21 @@ def lost_keys(heads: Heads, merged: Heads) -> float:
 
 def lost_values(heads: Heads, merged: Heads) -> float:
     """Share of the Frobenius norm of all W_V W_O that is lost; heads of both in the same order."""
-    H = heads.W_O.shape[0] * heads.W_O.shape[1]
-    (V, O), (V_new, O_new) = ((h.W_V.repeat_interleave(h.W_O.shape[1], 0), h.W_O.flatten(0, 1)) for h in (heads, merged))
-    assert len(V) == len(V_new) == H
+    before, after = _writers(heads), _writers(merged)
+    whole = _inner(before, before)
+    return _share(whole - 2 * _inner(before, after) + _inner(after, after), whole)
 
-    def product(V_i: Tensor, O_i: Tensor, V_j: Tensor, O_j: Tensor) -> float:
-        return float(((V_i.transpose(1, 2) @ V_j) * (O_i @ O_j.transpose(1, 2))).sum())
 
-    whole = product(V, O, V, O)
-    return _share(whole - 2 * product(V, O, V_new, O_new) + product(V_new, O_new, V_new, O_new), whole)
+def _writers(heads: Heads) -> tuple[Tensor, Tensor]:
+    """W_V and W_O of every head, [H, n, D] and [H, D, d]."""
+    return heads.W_V.repeat_interleave(heads.W_O.shape[1], 0), heads.W_O.flatten(0, 1)
+
+
+def _inner(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> float:
+    """Sum over heads of <W_V W_O, W_V' W_O'>, from products of D x D."""
+    lefts = first[0].transpose(1, 2) @ second[0]
+    rights = first[1] @ second[1].transpose(1, 2)
+    return float((lefts * rights).sum())
 
 
 def _share(lost: float, whole: float) -> float:

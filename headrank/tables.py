@@ -27,7 +27,7 @@ def document(results: Results) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "command": results.command,
-        "version": _version(),
+        "version": program_version(),
         "source": results.source,
         "circuit": results.circuit,
         "centered": results.is_centered,
@@ -122,7 +122,8 @@ def _reason(layer: LayerResult) -> str | None:
     return "; ".join(reason for reason in (layer.reason, no_pairs) if reason) or None
 
 
-def _version() -> str:
+def program_version() -> str:
+    """The version of headrank that runs."""
     try:
         return version("headrank")
     except PackageNotFoundError:
@@ -196,6 +197,16 @@ def print_cells(columns: Sequence[str], table: Iterable[Sequence[str]], console:
         _print_table(columns, table, console)
     else:
         _print_blocks(columns, table, console)
+
+
+def print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
+    """Prints names and texts in two columns; a long text goes on below itself."""
+    shown = Table(box=None, padding=(0, 1), show_header=False)
+    shown.add_column(style="bold", no_wrap=True)
+    shown.add_column(overflow="fold")
+    for name, text in facts:
+        shown.add_row(_printable(name, console), _printable(text, console))
+    console.print(shown)
 
 
 def _print_table(columns: Sequence[str], table: Iterable[Sequence[str]], console: Console) -> None:
