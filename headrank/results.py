@@ -22,6 +22,8 @@ from headrank.diversity import (
 from headrank.intervals import Z, interval, resampled_grams
 from headrank.store import LayerFacts, Measurement, ModelFacts
 
+EQUAL = 1e-6  # heads whose similarities differ from 1 by less are equal: float32 sums over tokens leave up to 1e-7 of identical ones
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerResult:
@@ -146,7 +148,7 @@ def layer_result(grams: Array | None, facts: LayerFacts, *, is_centered: bool, f
         return LayerResult(facts=facts, similarity=None, eigenvalues=None, effective_rank=None, attainable=attainable, reason=fault)
     gram = grams.sum(0)
     S = similarity(gram)
-    eigenvalues = spectrum(centered(S) if is_centered else S)
+    eigenvalues = _eigenvalues(S, is_centered=is_centered)
     rank = float(effective_rank(eigenvalues))
     mean = float(mean_off_diagonal(S))
     intervals, resampled = _resample(grams, S, eigenvalues, is_centered=is_centered)
@@ -159,10 +161,18 @@ def layer_result(grams: Array | None, facts: LayerFacts, *, is_centered: bool, f
         dead_heads=tuple(int(head) for head in np.flatnonzero(dead_heads(gram))),
         mean_off_diagonal=None if np.isnan(mean) else mean,
         most_similar=most_similar_pair(S),
-        reason=_undefined(facts, is_centered=is_centered) if np.isnan(rank) else None,
+        reason=_undefined(S) if np.isnan(rank) else None,
         intervals=intervals,
         resampled=resampled,
     )
+
+
+def _eigenvalues(S: Array, *, is_centered: bool) -> Array:
+    """Of S, or of centred S, [..., H]; all 0 where no more than rounding tells the heads apart."""
+    if not is_centered:
+        return spectrum(S)
+    eigenvalues = spectrum(centered(S))
+    return np.where(eigenvalues[..., :1] > EQUAL * S.shape[-1] ** 0.5, eigenvalues, 0.0)
 
 
 def _resample(grams: Array, S: Array, eigenvalues: Array, *, is_centered: bool) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -172,7 +182,7 @@ def _resample(grams: Array, S: Array, eigenvalues: Array, *, is_centered: bool) 
         return {}, {}
     H = S.shape[-1]
     cosines = similarity(samples)
-    spectra = spectrum(centered(cosines) if is_centered else cosines)
+    spectra = _eigenvalues(cosines, is_centered=is_centered)
     numbers = {
         "effective_rank": (effective_rank(eigenvalues), effective_rank(spectra), 1.0, attainable_rank(H, is_centered=is_centered)),
         "mean_off_diagonal": (mean_off_diagonal(S), mean_off_diagonal(cosines), -1.0, 1.0),
@@ -192,10 +202,10 @@ def _ends(ends: Array) -> tuple[float, float]:
     return float(ends[0]), float(ends[1])
 
 
-def _undefined(facts: LayerFacts, *, is_centered: bool) -> str:
-    if facts.n_head == 1 and is_centered:
-        return "one head: the centred matrix is zero"
-    return "all heads are equal: the centred matrix is zero" if is_centered else "every head is dead"
+def _undefined(S: Array) -> str:
+    if not S.any():
+        return "every head is dead"
+    return "one head: the centred matrix is zero" if len(S) == 1 else "all heads are equal: the centred matrix is zero"
 
 
 def model_result(measurement: Measurement, circuit: str, layers: Sequence[LayerFacts], *, label: str, scale: str | None, is_centered: bool) -> ModelResult:

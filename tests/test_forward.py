@@ -12,6 +12,7 @@ from headrank.diversity import effective_rank, similarity, spectrum
 from headrank.errors import HeadrankError
 from headrank.forward import DecoderRunner, Recorder, load_runner, pass_over
 from headrank.model import Decoder
+from headrank.results import layer_result
 from headrank.store import LayerFacts
 from headrank.tokens import Sequences
 from tests.plain import CONFIGS, checkpoint_of, cosines, decoder, eager_pass, gram_of, output_operators, score_operators
@@ -248,13 +249,15 @@ def test_a_dead_head_writes_nothing_and_lowers_the_effective_rank() -> None:
     assert effective_rank(spectrum(similarity(found))) < effective_rank(spectrum(before))
 
 
-def test_heads_with_the_same_queries_and_keys_have_effective_rank_one() -> None:
+def test_heads_with_the_same_queries_and_keys_have_effective_rank_one_and_no_centred_one() -> None:
     model = decoder(CONFIGS["mqa"])
     for layer in range(3):
         W_Q = model.get_parameter(f"transformer.h.{layer}.attn.c_q.weight")
         W_Q.copy_(W_Q[:10].repeat(6, 1))
-    for layer in range(3):
-        assert effective_rank(spectrum(similarity(measured(model)[f"qk/{layer}"][0]))) == pytest.approx(1, abs=1e-5)
+    found = measured(model)
+    for layer in LAYERS:
+        assert layer_result(found[f"qk/{layer.key}"], layer, is_centered=False).effective_rank == pytest.approx(1, abs=1e-5)
+        assert layer_result(found[f"qk/{layer.key}"], layer, is_centered=True).effective_rank is None
 
 
 def test_grouped_heads_with_the_same_queries_make_blocks_of_consecutive_heads() -> None:
