@@ -75,8 +75,9 @@ class Stack:
 
     def layer(self, index: int, n_layer: int, d_model: int) -> AttentionLayer | None:
         H, G = self.facts.heads(index)
+        is_promised = self.facts.says_attention(index)
         if not self.has_attention(index) or not G:
-            if self.row.flags["hybrid"] and self.names.get(index) and not self.facts.says_attention(index):
+            if self.row.flags["hybrid"] and self.names.get(index) and not is_promised:
                 return None
             wanted = next(iter(self.row.projections["q"].values()))[0][-1].name
             raise self.absent(index, wanted)

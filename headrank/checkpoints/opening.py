@@ -7,7 +7,7 @@ from headrank.checkpoints import gguf, hub, lora, nanochat, pytorch
 from headrank.checkpoints.base import Checkpoint
 from headrank.checkpoints.files import inside, read_json, regular_size
 from headrank.checkpoints.index import check_index, index_files
-from headrank.checkpoints.safetensors import SafetensorsCheckpoint
+from headrank.checkpoints.safetensors import HEADER_LIMIT, SafetensorsCheckpoint
 from headrank.errors import HeadrankError
 
 Config = tuple[dict[str, Any], str]  # parsed, and the name of its file
@@ -106,11 +106,14 @@ def _open_file(file: Path, given: Config | None, *, path: Path | None = None) ->
     with file.open("rb") as stream:
         start = stream.read(16)
     path = path or file
-    if start.startswith(gguf.MAGIC):
-        return gguf.GgufCheckpoint(path, gguf.split_files(file))
-    if start.startswith((b"PK", b"\x80")):
-        return _open_pickle(path, file, given)
-    if start[8:9] == b"{":
+    # Any byte can begin safetensors, for it begins with a length; a length that is none can begin like a pickle.
+    is_safetensors = start[8:9] == b"{"
+    if not (is_safetensors and int.from_bytes(start[:8], "little") <= HEADER_LIMIT):
+        if start.startswith(gguf.MAGIC):
+            return gguf.GgufCheckpoint(path, gguf.split_files(file))
+        if start.startswith((b"PK", b"\x80")):
+            return _open_pickle(path, file, given)
+    if is_safetensors:
         config, config_name = given or _config_of(file.parent)
         return SafetensorsCheckpoint(path, [file], format="safetensors", config=config, config_name=config_name)
     raise HeadrankError(f"{file}: not a checkpoint of a known kind (safetensors, GGUF, PyTorch); its first bytes are {start[:8]!r}")

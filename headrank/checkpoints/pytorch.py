@@ -59,6 +59,9 @@ def load(path: Path) -> Any:
     if is_archive:
         _check_archive(path, size)
     try:
+        if path.suffix == ".safetensors":  # torch would go by the name
+            with path.open("rb") as stream:
+                return torch.load(stream, map_location="cpu", weights_only=True)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except Exception as error:  # an unpickler fed with arbitrary bytes raises arbitrary exceptions
         raise HeadrankError(_refusal(path, error)) from None
