@@ -146,6 +146,10 @@ class Deciding:
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that headrank did not write.")] = False
 
 
+FED = ("text", "tokens", "seq_len", "sequences", "seed", "skip_first", "batch_size", "device", "dtype")  # options of what is fed
+NOT_LRKV = (*FED, "source", "circuit", "measure", "centered", "raw", "mla_part", "rope_offset", "rope_mean", "center")
+
+
 @app.command("heatmap", cls=SpreadCommand, epilog="Example: headrank heatmap --layer 18")
 @with_options(Shared)
 def heatmap(options: Shared) -> None:
@@ -277,6 +281,29 @@ def agree(options: Shared) -> None:
         from headrank.agreement_command import run_agree
 
         run_agree(options)
+
+
+@app.command("lrkv", cls=SpreadCommand, epilog="Example: headrank lrkv --scales 128M")
+@with_options(Shared, without=NOT_LRKV)
+def lrkv(options: Shared) -> None:
+    """Shared and residual parts of LRKV's keys and values: norms beside MHA's, angles, distance from the best of their rank."""
+    with _exit_codes():
+        from headrank.anatomy_command import run_lrkv
+
+        run_lrkv(options)
+
+
+@app.command("report", cls=SpreadCommand, epilog="Example: headrank report --scales 128M")
+@with_options(Shared, without=("layer", "centered", "format"))
+def report(
+    null: Annotated[bool, typer.Option("--null/--no-null", help="Compare with random heads of the same geometry.")] = True,
+    options: Shared = Shared(),
+) -> None:
+    """One HTML page that opens from disk: all layers, both circuits, figures, tables, and where the numbers come from."""
+    with _exit_codes():
+        from headrank.report_command import run_report
+
+        run_report(options, null=null)
 
 
 def _report(command: str, options: Shared) -> None:

@@ -69,6 +69,28 @@ def head_factors(
     return HeadFactors(left, right, _shared(layer.n_head, len(left)), _shared(layer.n_head, len(right)), left_exponent + right_exponent)
 
 
+def head_matrices(checkpoint: Checkpoint, layer: AttentionLayer, projection: Projection) -> Tensor:
+    """One projection of a layer (layer.q, .k or .v) by head, [n, d, size] in float64: gains folded in, biases left out.
+
+    Raises NotFiniteError naming the layer, the tensor and the head that hold NaN or infinity.
+    """
+    return _evaluate(_Reader(checkpoint, layer), projection, torch.float64, raw=False, only=None)[0]
+
+
+def shared_and_low_rank(checkpoint: Checkpoint, layer: AttentionLayer, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
+    """LRKV's keys or values as they are stored: head h is shared + down[h] @ up[h].T. Errors as of head_matrices.
+
+    Returns shared [d, D], down [H, d, r] and up [H, D, r] in float64; r is 0 where the heads have no part of their own.
+    """
+    reader = _Reader(checkpoint, layer)
+    chains = [[reader.heads(step.weight).double() for step in chain] for chain in next(iter(projection.parts.values()))]
+    shared = chains[0][0][0].T
+    if len(chains) == 1:
+        return shared, shared.new_zeros(layer.n_head, len(shared), 0), shared.new_zeros(layer.n_head, shared.shape[1], 0)
+    down, up = chains[1]
+    return shared, down.transpose(1, 2), up
+
+
 def _chosen(layer: AttentionLayer, mla_part: str) -> tuple[str, ...] | None:
     if mla_part == "both":
         return None

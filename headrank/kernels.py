@@ -47,9 +47,10 @@ def orthonormal_bases(factor: Tensor) -> Tensor:
     """
     d, k = factor.shape[1:]
     largest = factor.abs().amax((1, 2), keepdim=True).double()
-    U, sigma, _ = torch.linalg.svd(factor.double() / torch.where(largest > 0, largest, 1.0), full_matrices=False)
+    Q, R = torch.linalg.qr(factor.double() / torch.where(largest > 0, largest, 1.0))  # leaves a small matrix to decompose
+    U, sigma, _ = torch.linalg.svd(R, full_matrices=False)
     threshold = max(d, k) * torch.finfo(torch.float32).eps * sigma[:, :1]
-    return U * (sigma > threshold).unsqueeze(1)
+    return Q @ U * (sigma > threshold).unsqueeze(1)
 
 
 def weights_gram(name: str, factors: HeadFactors) -> Tensor:
