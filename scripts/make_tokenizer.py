@@ -1,6 +1,6 @@
 """Makes a tokenizer.json from GPT-2's vocabulary and merges, as they are published (encoder.json or vocab.json, and vocab.bpe or merges.txt).
 
-    python scripts/make_tokenizer.py encoder.json vocab.bpe -o tokenizer.json
+python scripts/make_tokenizer.py encoder.json vocab.bpe -o tokenizer.json
 """
 
 from pathlib import Path

@@ -58,6 +58,8 @@ class Settings:
     """Fraction of the steps, the last ones, over which they fall to 0."""
     seed: int
     """Seed of the weights and of the order of the data."""
+    dtype: str
+    """bfloat16 or float32: of the matrix products. Weights and optimizer are float32."""
 
 
 class Data:
@@ -97,10 +99,10 @@ def optimizers(model: Decoder, settings: Settings) -> list[torch.optim.Optimizer
     ]
 
 
-def loss_of(model: torch.nn.Module, batch: Tensor, device: torch.device) -> Tensor:
-    """Mean cross entropy in nats a token; the matrix products in bfloat16 on CUDA."""
+def loss_of(model: torch.nn.Module, batch: Tensor, device: torch.device, dtype: str) -> Tensor:
+    """Mean cross entropy in nats a token; dtype: of the matrix products."""
     batch = batch.to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         logits = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
@@ -108,7 +110,7 @@ def loss_of(model: torch.nn.Module, batch: Tensor, device: torch.device) -> Tens
 @torch.no_grad()
 def validation_loss(model: Decoder, data: Data, settings: Settings, device: torch.device, *, batches: int) -> float:
     """Mean loss in nats a token over the same held-out sequences every time."""
-    losses = [loss_of(model, data.batch(data.validation, settings.batch_size, 10**9 + number), device) for number in range(batches)]
+    losses = [loss_of(model, data.batch(data.validation, settings.batch_size, 10**9 + number), device, settings.dtype) for number in range(batches)]
     return float(torch.stack(losses).mean())
 
 
@@ -220,7 +222,7 @@ def train(variant: Variant, data: Data, settings: Settings, folder: Path, *, rec
     keep_at = kept_steps(settings.steps, keep)
     while run.step < settings.steps:
         batch = data.batch(data.train, settings.batch_size, settings.seed * 10**8 + run.step)[rank * share : (rank + 1) * share]
-        loss = loss_of(model, batch, device)
+        loss = loss_of(model, batch, device, settings.dtype)
         loss.backward()
         average_gradients(model, world)
         for opt in opts:
@@ -272,15 +274,20 @@ def main(
     warmup: Annotated[float, typer.Option(help="Fraction of the steps of rising rates.")] = 0.05,
     decay: Annotated[float, typer.Option(help="Fraction of the steps of falling rates.")] = 0.4,
     seed: Annotated[int, typer.Option(help="Seed of weights and order of data.")] = 0,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32, of the matrix products; auto: bfloat16 on CUDA.")] = "auto",
     save_every: Annotated[int, typer.Option(help="Seconds between checkpoints.")] = 60,
     keep: Annotated[int, typer.Option(help="Keep about this many steps, logarithmically spaced, under steps/.")] = 0,
 ) -> None:
     """Trains the variants of a family, or some of them."""
     try:
         family: Family = load_family(config)
+        if dtype not in ("auto", "bfloat16", "float32"):
+            raise HeadrankError(f"--dtype {dtype}: give bfloat16, float32 or auto")
+        if dtype == "auto":
+            dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         geometry: ModelConfig = family.variants[0].model
         settings = Settings(steps=steps, batch_size=batch_size, seq_len=seq_len or geometry.context, muon_lr=muon_lr, adamw_lr=adamw_lr,
-                            weight_decay=weight_decay, warmup=warmup, decay=decay, seed=seed)  # fmt: skip
+                            weight_decay=weight_decay, warmup=warmup, decay=decay, seed=seed, dtype=dtype)  # fmt: skip
         stream = read_token_files(text=text or (), tokens=tokens or (), tokenizer=tokenizer, vocab_size=geometry.vocab_size)
         data = Data(stream, settings.seq_len)
         record: dict[str, Any] = {"data": {"name": stream.name, "sha256": stream.sha256, "n_tokens": len(stream.ids)}}
