@@ -95,6 +95,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "one bias": lambda: {"bias": random_tensor(1, 1, T, T, seed=5)},
     "a bias a sequence and head": lambda: {"bias": random_tensor(B, H, T, T, seed=5)},
     "softcap": lambda: {"softcap": 0.7},
+    "all see all, bias": lambda: {"causal": False, "bias": random_tensor(1, H, T, T, seed=5)},
+    "all see all, softcap": lambda: {"causal": False, "softcap": 0.7},
     "softcap and bias": lambda: {"softcap": 0.7, "bias": random_tensor(1, H, T, T, seed=5)},
 }
 
