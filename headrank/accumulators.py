@@ -3,7 +3,7 @@
 Nothing here grows with the number of tokens: sequences belong to S groups, and a group keeps its [H, H] sums.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -38,7 +38,20 @@ class HeadSizes:
         safe = (largest > SAFE**-1) & (largest < SAFE) | ~largest.isfinite()
         self.size = torch.where(self._known | safe | (largest == 0), self.size, size)
         self._known |= largest != 0
+        self._note()
+
+    def _note(self) -> None:
         self._all_known, self._all_safe = bool(self._known.all()), bool((self.size == 1).all())
+
+    def state(self) -> dict[str, Tensor]:
+        """What restore() takes, in another process."""
+        return {"size": self.size, "known": self._known}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what state() gave."""
+        self.size.copy_(state["size"])
+        self._known.copy_(state["known"])
+        self._note()
 
 
 class ScoreGram:
@@ -120,6 +133,15 @@ class ScoreGram:
             torch.bmm(left.float().mul_(scaling) if left.dtype != torch.float32 else left * scaling, right.float(), out=out)
         return out.view(b, G * R, C, S)
 
+    def state(self) -> dict[str, Tensor]:
+        """What restore() takes, in another process."""
+        return {"sums": self.sums, **self.sizes.state()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what state() gave, to the same bits."""
+        self.sums.copy_(state["sums"])
+        self.sizes.restore(state)
+
     def grams(self) -> Tensor:
         """[S, H, H] float64: a Gram matrix a group."""
         return self.sums * self.sizes.size.outer(self.sizes.size)
@@ -174,6 +196,18 @@ class OutputGram:
             product = (z[:, rows].T @ z[:, rest]).mul_(self.metric[rows, rest])
             gram[start : start + step, start:] = product.view(-1, D, H - start, D).sum((1, 3), dtype=torch.float64)
         return gram.triu() + gram.triu(1).T
+
+    def state(self) -> dict[str, Tensor]:
+        """What restore() takes, in another process. The output projection is not part of it."""
+        sums = {"sums": self.sums, "firsts": self.firsts, "counts": self.counts, **self.sizes.state()}
+        return sums if self.shift is None else sums | {"shift": self.shift}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what state() gave, to the same bits."""
+        for name in ("sums", "firsts", "counts"):
+            getattr(self, name).copy_(state[name])
+        self.sizes.restore(state)
+        self.shift = state["shift"].to(self.sums.device) if "shift" in state else None
 
     def grams(self, *, center: bool = True) -> Tensor:
         """[S, H, H] float64: a Gram matrix a group, about the mean over all tokens, or about zero."""

@@ -1,7 +1,7 @@
 """Batched forward passes that feed the accumulators: our decoder here, transformers' models in huggingface.py."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from headrank.config import MODEL_TYPE, ModelConfig
 from headrank.errors import HeadrankError
 from headrank.model import Decoder, load_decoder
 from headrank.moments import HeadMoments, linear_cka_gram
+from headrank.resume import SavedPass
 from headrank.store import LayerFacts
 from headrank.tokens import Sequences
 
+A = TypeVar("A", ScoreGram, OutputGram, HeadMoments)
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65536}  # where no batch size is asked for; halved until it fits
 RUN_BY_TRANSFORMERS = ("safetensors", "safetensors shards", "pytorch", "pytorch shards", "gguf", "gguf parts")
 
@@ -33,6 +35,7 @@ class Recorder:
         self._outputs: dict[str, OutputGram] = {}
         self._moments: dict[str, HeadMoments] = {}
         self._projections: dict[str, Tensor] = {}
+        self._restored: dict[str, dict[str, Tensor]] = {}  # accumulators that are made when their layer is seen first
         self._groups = torch.empty(0, dtype=torch.long)
         self._keep: Tensor | None = None
 
@@ -52,13 +55,13 @@ class Recorder:
     def scores(self, key: str, q: Tensor, k: Tensor, *, scaling: float, **settings: Any) -> None:
         """Counts one batch of a layer's scores; q, k and the settings are those of ScoreGram.add."""
         if key not in self._scores:
-            self._scores[key] = ScoreGram(q.shape[1], self.n_groups, q.device)
+            self._scores[key] = self._as_it_was(f"qk/{key}", ScoreGram(q.shape[1], self.n_groups, q.device))
         self._scores[key].add(q, k, scaling=scaling, groups=self._groups, keep=self._keep, **settings)
 
     def ready_scores(self, key: str, scores: Tensor, *, mask: Tensor | None) -> None:
         """Counts one batch of a layer's scores that the model computed itself: [B, H, T, S], see ScoreGram.add_scores."""
         if key not in self._scores:
-            self._scores[key] = ScoreGram(scores.shape[1], self.n_groups, scores.device)
+            self._scores[key] = self._as_it_was(f"qk/{key}", ScoreGram(scores.shape[1], self.n_groups, scores.device))
         self._scores[key].add_scores(scores, groups=self._groups, keep=self._keep, mask=mask)
 
     def outputs(self, key: str, z: Tensor, W_O: Callable[[], Tensor]) -> None:
@@ -68,7 +71,7 @@ class Recorder:
             self._count(f"cka/{key}", z)
         if "ov" in self.circuits:
             if key not in self._outputs:
-                self._outputs[key] = OutputGram(W_O().detach(), self.n_groups)
+                self._outputs[key] = self._as_it_was(f"ov/{key}", OutputGram(W_O().detach(), self.n_groups))
             self._outputs[key].add(z, groups=self._groups, keep=self._keep)
 
     def keys(self, key: str, k: Tensor) -> None:
@@ -83,8 +86,25 @@ class Recorder:
         if self._keep is not None and x.shape[:2] != self._keep.shape:
             raise HeadrankError(f"{name}: these are {x.shape[1]} vectors a sequence, not one a token, so none can be left out; use --measure operator")
         if name not in self._moments:
-            self._moments[name] = HeadMoments(x.shape[2], x.shape[3], x.device)
+            self._moments[name] = self._as_it_was(name, HeadMoments(x.shape[2], x.shape[3], x.device))
         self._moments[name].add(x, keep=self._keep)
+
+    def state(self) -> dict[str, Tensor]:
+        """'qk/3/sums' -> sums over the batches so far: what restore() takes, in another process."""
+        accumulators = {f"qk/{key}": scores for key, scores in self._scores.items()} | {f"ov/{key}": outputs for key, outputs in self._outputs.items()}
+        return {f"{name}/{part}": tensor for name, its in (accumulators | self._moments).items() for part, tensor in its.state().items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what state() gave between two batches, to the same bits."""
+        for path, tensor in state.items():
+            name, _, part = path.rpartition("/")
+            self._restored.setdefault(name, {})[part] = tensor
+
+    def _as_it_was(self, name: str, fresh: A) -> A:
+        """A new accumulator with what was restored for it."""
+        if name in self._restored:
+            fresh.restore(self._restored.pop(name))
+        return fresh
 
     def grams(self, *, center: bool) -> dict[str, NDArray[np.float64]]:
         """'qk/3' -> [S, H, H]. Raises HeadrankError where a layer that was asked for was never seen."""
@@ -197,24 +217,33 @@ def pass_over(
     center: bool = True,
     skip_first: int = 0,
     n_groups: int,
+    saved: SavedPass | None = None,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
     remark: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, NDArray[np.float64]]:
     """Runs all sequences and returns the Gram matrices, 'qk/3' -> [n_groups, H, H].
 
     Where no batch size is given, one is chosen and halved until a batch fits in memory. skip_first leaves out the first tokens of
-    each sequence as queries and keys. on_batch is told how many sequences are done. Raises HeadrankError where memory does not
-    suffice for the batch size that was asked for, or for one sequence.
+    each sequence as queries and keys. saved: where the sums are kept at intervals; the pass goes on from what is there. on_batch is
+    told how many sequences are done. Raises HeadrankError where memory does not suffice for the batch size that was asked for, or
+    for one sequence.
     """
     N, T = sequences.ids.shape
     size = batch_size or max(1, min(N, TOKENS_PER_BATCH.get(device.type, 4096) // T))
     last_layer = max(layer.index for layer in layers)
+    first = 0
+    recorder = Recorder(layers, circuits, n_groups=n_groups)
+    if saved is not None and (sums := saved.load()) is not None:
+        recorder.restore(sums.state)
+        first, size = sums.done, sums.batch_size
+        remark(f"going on after {first} of {N} sequences, where an earlier pass was interrupted")
     while True:
-        recorder = Recorder(layers, circuits, n_groups=n_groups)
         try:
-            for start in range(0, N, size):
+            for start in range(first, N, size):
                 on_batch(start, N)
                 _run_batch(runner, sequences, slice(start, min(start + size, N)), recorder, device, skip_first, n_groups, last_layer)
+                if saved is not None and start + size < N:
+                    saved.offer(recorder.state, done=start + size, batch_size=size)
             on_batch(N, N)
             return recorder.grams(center=center)
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a plain one
@@ -224,9 +253,9 @@ def pass_over(
                 raise HeadrankError(f"out of memory with --batch-size {batch_size}; give a smaller one, or leave it out") from None
             if size == 1:
                 raise HeadrankError(f"out of memory with a single sequence of {T} tokens; give a smaller --seq-len") from None
-        size = max(1, size // 2)  # from the start: sums of a batch that broke off half-way must not count
+        first, size = 0, max(1, size // 2)  # from the start: sums of a batch that broke off half-way must not count
         remark(f"out of memory; going on with {size} sequences a batch")
-        del recorder
+        recorder = Recorder(layers, circuits, n_groups=n_groups)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

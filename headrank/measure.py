@@ -3,7 +3,8 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,11 +20,16 @@ from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measur
 if TYPE_CHECKING:
     from headrank.architectures import Architecture
     from headrank.checkpoints import Checkpoint
+    from headrank.resume import SavedPass
     from headrank.tokens import Sequences, TokenStream
 
 OWN_MODELS = (MODEL_TYPE, "nanochat")  # run by our own decoder
 FORM = {"measure": OPERATOR, "rope_offset": 0, "rope_mean": None}  # settings of what is measured of the heads, and what is plain
 MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
+KEEP_EVERY = 60.0  # seconds between two times that layers of one model are kept while others are still measured
+
+Part = tuple[tuple[LayerFacts, ...], dict[str, np.ndarray], dict[str, str]]
+"""Layers, their Gram matrices, and why a layer has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +175,15 @@ def measure(
     known = store.find(key) if store else None
     have = {layer.key for layer in known.layers} if known else set()
     missing = [layer for layer in chosen if layer.key not in have]
-    if missing or known is None:
-        grams, faults = work.run(missing, ref.label, progress)
-        fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=tuple(missing), grams=grams, faults=faults)
+    last_kept = time.monotonic()
+    saved = work.saved_pass(store, key, missing, progress) if store else None
+    for layers_done, grams, faults in work.run(missing, ref.label, progress, saved=saved):
+        fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=layers_done, grams=grams, faults=faults)
         known = fresh.joined(known) if known else fresh
+        if store and time.monotonic() - last_kept > KEEP_EVERY:  # what an interruption must not lose
+            store.keep(key, known)
+            last_kept = time.monotonic()
+    assert known is not None
     twins = _WeightsWork(checkpoint, architecture, settings) if settings.null and (settings.measure == OPERATOR or settings.source == "weights") else None
     new_nulls = {circuit: name for circuit, name in twins.grams.items() if name not in known.null} if twins else {}
     if twins and new_nulls:
@@ -182,8 +193,11 @@ def measure(
         known = replace(
             known, null={**known.null, **{name: null_ranks(checkpoint, architecture, circuit, gram=twins.gram) for circuit, name in new_nulls.items()}}
         )
-    if (missing or new_nulls) and store and (why_not := store.keep(key, known)):
-        progress.remark(why_not)
+    if (missing or new_nulls) and store:
+        if why_not := store.keep(key, known):
+            progress.remark(why_not)
+        elif saved:
+            saved.remove()
     return replace(known, model=model, layers=tuple(chosen))
 
 
@@ -239,18 +253,22 @@ class _WeightsWork:
             self.grams = {"qk": self.grams["qk"]}
         self.tokens = None
 
-    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None) -> Iterator[Part]:
+        """A layer at a time."""
         places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
-        grams, faults = {}, {}
         progress.start(label, len(layers), "layers")
         for done, layer in enumerate(layers, 1):
+            grams, faults = {}, {}
             for circuit, name in self.grams.items():
                 try:
                     grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit).cpu().numpy()[None]
                 except NotFiniteError as error:
                     faults[f"{name}/{layer.key}"] = str(error)
             progress.advance(done)
-        return grams, faults
+            yield (layer,), grams, faults
+
+    def saved_pass(self, store: Store, key: str, layers: Sequence[LayerFacts], progress: Progress) -> None:
+        """Layers are kept as they are: there is no pass to continue."""
 
     def gram(self, checkpoint: Any, layer: Any, circuit: str, **options: Any) -> Any:
         """One layer's Gram matrix as a tensor [H, H]; the tensors are read from the checkpoint that is given."""
@@ -275,6 +293,7 @@ class _ActivationsWork:
         self.checkpoint, self.architecture, self.asked = checkpoint, architecture, settings
         self.device = torch.device(device_name(settings.device))
         self.dtype = getattr(torch, settings.dtype if settings.dtype != "auto" else ("bfloat16" if self.device.type == "cuda" else "float32"))
+        self.circuits = tuple(find_measure(settings.measure).grams.values())
         self.sequences = sequences_to_feed(checkpoint, architecture, settings)
         self.tokens = facts_of(self.sequences, settings)
         self.settings = {
@@ -285,7 +304,10 @@ class _ActivationsWork:
             "tokens": self.sequences.sha256,
         } | form_of(settings)
 
-    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None) -> Iterator[Part]:
+        """All layers together, in one pass that can be interrupted."""
+        if not layers:
+            return
         from headrank.forward import load_runner, pass_over
 
         runner = load_runner(self.checkpoint, self.architecture, device=self.device, dtype=self.dtype)
@@ -295,12 +317,13 @@ class _ActivationsWork:
             runner,
             self.sequences,
             layers,
-            tuple(find_measure(self.asked.measure).grams.values()),
+            self.circuits,
             device=self.device,
             batch_size=self.asked.batch_size,
             center=self.asked.center,
             skip_first=self.asked.skip_first,
             n_groups=min(N, MAX_GROUPS),
+            saved=saved,
             on_batch=lambda done, total: progress.advance(done),
             remark=progress.remark,
         )
@@ -311,7 +334,14 @@ class _ActivationsWork:
                 heads = sorted(set(np.argwhere(~np.isfinite(gram.sum(0).diagonal())).ravel().tolist()))
                 what = {"qk": "attention scores", "keys": "keys", "values": "values"}.get(measured, "head outputs")
                 faults[name] = f"layer {layer}: {what} of head {', '.join(map(str, heads))} are not finite in {self.settings['dtype']}"
-        return {name: gram for name, gram in grams.items() if name not in faults}, faults
+        yield tuple(layers), {name: gram for name, gram in grams.items() if name not in faults}, faults
+
+    def saved_pass(self, store: Store, key: str, layers: Sequence[LayerFacts], progress: Progress) -> "SavedPass":
+        """Where the pass over these layers saves its sums."""
+        from headrank.resume import SavedPass
+
+        names = [layer.key for layer in layers]
+        return SavedPass(store.folder, on_fault=progress.remark, key=key, layers=names, circuits=self.circuits, batch_size=self.asked.batch_size)
 
 
 def form_of(settings: Settings) -> dict[str, Any]:

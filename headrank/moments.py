@@ -1,5 +1,7 @@
 """Linear CKA between heads, streamed: second moments of the heads' vectors over tokens are all that it needs."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,18 @@ class HeadMoments:
         self.first += rows.sum(0, dtype=torch.float64)
         for run in rows.split(RUN):
             self.second += run.T @ run
+
+    def state(self) -> dict[str, Tensor]:
+        """What restore() takes, in another process."""
+        sums = {"second": self.second, "first": self.first, "count": torch.tensor(self.count, dtype=torch.float64)}
+        return sums if self.shift is None else sums | {"shift": self.shift}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what state() gave, to the same bits."""
+        self.second.copy_(state["second"])
+        self.first.copy_(state["first"])
+        self.count = float(state["count"])
+        self.shift = state["shift"].to(self.second.device) if "shift" in state else None
 
     def covariance(self) -> Tensor:
         """Sum over tokens of (x_i - mean)(x_j - mean)^T for all pairs of heads, [n, D, n, D] float64."""

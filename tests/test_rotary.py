@@ -191,7 +191,7 @@ def test_shared_keys_are_turned_once() -> None:
     work = _WeightsWork(checkpoint, architecture, Settings(source="weights", rope_offset=3))
     factors = head_factors(checkpoint, architecture, architecture.layers[0], "qk")
     assert at_offset(factors, rotary_of(checkpoint, architecture.layers[0]), 3).right.shape == (1, 13, 10)
-    grams, faults = work.run([LayerFacts(index=0, n_head=6, n_kv_head=1)], "mqa", _Quiet())
+    ((_, grams, faults),) = work.run([LayerFacts(index=0, n_head=6, n_kv_head=1)], "mqa", _Quiet())
     assert grams["qk/0"].shape == (1, 6, 6)
     assert not faults
 
