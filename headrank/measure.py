@@ -222,6 +222,8 @@ def _check_settings(settings: Settings) -> None:
             raise HeadrankError(f"{flag} is about the form of the weights, and activations have their positions in them; add --source weights")
         if settings.measure != OPERATOR:
             raise HeadrankError(f"{flag} turns keys towards queries, which --measure {settings.measure} does not compare; leave out one of them")
+        if settings.reading.part != "text":
+            raise HeadrankError(f"{flag}: how the {settings.reading.part} part turns its heads is not recorded; leave it out")
         if settings.mla_part == "nope":
             raise HeadrankError(f"{flag}: --mla-part nope is the part that is not turned; leave out one of them")
     if settings.measure != OPERATOR and settings.source == "activations" and not settings.center:
