@@ -60,8 +60,10 @@ class Facts:
         return source[0] if source else "", None
 
     def depth(self) -> int:
-        """Number of layers."""
-        n_layer = self.number("n_layer")
+        """Number of layers; where the configuration lists them, of its entries."""
+        source = self.row.facts.get("n_layer")
+        listed = None if source is None or isinstance(source, int) else self._lookup(source)[1]
+        n_layer = len(listed) if isinstance(listed, list) else self.number("n_layer")
         if not 0 < n_layer <= MOST_LAYERS:
             raise HeadrankError(f"{self.where}: {self.name('n_layer')} = {n_layer} layers cannot be")
         return n_layer

@@ -240,7 +240,7 @@ class Stack:
 
     def absent(self, index: int, name: str) -> HeadrankError:
         found = ", ".join(sorted(self.names.get(index, []))[:8]) or "nothing"
-        depth = f"{self.facts.where} says {self.facts.name('n_layer')} = {self.facts.number('n_layer')}"
+        depth = f"{self.facts.where} says {self.facts.name('n_layer')} = {self.facts.depth()}"
         return HeadrankError(f"{self.checkpoint.path}: layer {index} has no {name}.weight; found {found}\n({depth}; layout {self.row.name})")
 
     def misshapen(self, name: str, expected: tuple[int, ...], spec: StepSpec, counts: Mapping[str, int], sizes: Mapping[str, int], width: int) -> HeadrankError:

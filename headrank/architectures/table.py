@@ -103,6 +103,19 @@ def families() -> tuple[Row, ...]:
     return tuple(sorted((row for row in rows.values() if row.model_types), key=lambda row: -len(row.when) - len(row.needs)))
 
 
+def readable() -> list[tuple[str, tuple[str, ...]]]:
+    """First row -> the model types that it and its variants read, each once, for people."""
+    found: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    document, _ = _table_file()
+    rows = {row.name: row for row in families()}
+    for name in document:
+        if name in rows and (new := [model_type for model_type in rows[name].model_types if model_type not in seen]):
+            found[name] = new
+            seen.update(new)
+    return [(name, tuple(types)) for name, types in found.items()]
+
+
 def read_layout(path: Path) -> Row:
     """A user's layout file. Raises HeadrankError naming the key that is wrong."""
     try:
@@ -141,6 +154,7 @@ def _inherit(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
     if "like" not in own:
         return dict(own)
     parent = _inherit(own["like"], document)
+    parent.pop("nested", None)  # the library's defaults are each family's own
     if own.keys() & {"q", "k", "v"}:
         parent.pop("qkv", None)
     if "qkv" in own:

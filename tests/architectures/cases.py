@@ -25,6 +25,7 @@ STACKS = {
     "d_model": 40, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 29,
     "decoder_ffn_dim": 29, "decoder_start_token_id": 1, **TOKENS,
 }  # fmt: skip
+THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
 SOUND = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
 
@@ -117,5 +118,35 @@ CASES = [
     Case("whisper", STACKS | SOUND, norm="layer"),
     Case("bart", STACKS, norm=""),
     Case("t5", {"d_model": 40, "d_kv": 7, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 3, "d_ff": 29, "decoder_start_token_id": 1, **TOKENS}),
+    # Names that share a row with one of the above.
+    Case("ministral", FREE),
+    Case("ministral3", FREE),
+    Case("solar_open", FREE | FEW_EXPERTS),
+    Case("granitemoeshared", TIED | {"num_local_experts": 2}),
+    Case("ernie4_5_moe", TIED | MOE | {"moe_num_experts": 2, "moe_k": 1}),
+    Case("qwen2_vl_text", TIED | THREE_AXES),
+    Case("qwen2_5_vl_text", TIED | THREE_AXES),
+    Case("qwen3_vl_text", FREE, qk="head"),
+    Case("qwen3_vl_moe_text", FREE | MOE, qk="head"),
+    Case("qwen3_5_text", FREE | LINEAR | {"layer_types": ["linear_attention", "full_attention", "full_attention"]}, qk="head", gated=True),
+    Case("qwen3_5_moe_text", FREE | MOE | LINEAR | {"layer_types": ["linear_attention", "full_attention", "full_attention"]}, qk="head", gated=True),
+    Case("flex_olmo", TIED | MOE, norm="", qk="token"),
+    Case("bamba", TIED | MAMBA | {"attn_layer_indices": [1]}),
+    Case("falcon_h1", FREE | {"mamba_d_ssm": 8, "mamba_n_heads": 2, "mamba_d_head": 4, "mamba_d_state": 4}),
+    Case("hunyuan_v1_moe", FREE | {"num_experts": 2, "moe_topk": 1}, qk="head"),
+    Case("lfm2_moe", TIED | MOE | {"layer_types": ["conv", "full_attention", "full_attention"]}, qk="head"),
+    Case("nemotron_h", FREE | {"layers_block_type": ["mlp", "attention", "attention"]}),
+    Case("xlm-roberta", MHA, norm=""),
+    Case("camembert", MHA, norm=""),
+    Case("data2vec-text", MHA, norm=""),
+    Case("layoutlm", MHA, norm=""),
+    Case("ernie", MHA, norm=""),
+    Case("dinov2_with_registers", MHA | {"image_size": 8, "patch_size": 4}, norm="layer"),
+    Case("deit", MHA | {"image_size": 8, "patch_size": 4}, norm="layer"),
+    Case("vit_msn", MHA | {"image_size": 8, "patch_size": 4}, norm="layer"),
+    Case("clip_vision_model", MHA | {"image_size": 8, "patch_size": 4}, norm="layer"),
+    Case("mt5", {"d_model": 40, "d_kv": 7, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 3, "d_ff": 29, "decoder_start_token_id": 1, **TOKENS}),
+    Case("umt5", {"d_model": 40, "d_kv": 7, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 3, "d_ff": 29, "decoder_start_token_id": 1, **TOKENS}),
+    Case("glm4_moe", FREE | FEW_EXPERTS | {"use_qk_norm": False}),
 ]
 # fmt: on

@@ -84,13 +84,12 @@ def build(case: Case, *, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if config.is_encoder_decoder or case.model_type in ("vit", "bert", "roberta"):
-            model = transformers.AutoModel.from_config(config)
-        else:
-            try:
-                model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
-            except ValueError:
-                model = transformers.AutoModel.from_config(config)
+        try:
+            if config.is_encoder_decoder or case.model_type in ("vit", "bert", "roberta"):
+                raise ValueError("the model without a head")
+            model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+        except ValueError:
+            model = transformers.AutoModel.from_config(config, experts_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
@@ -314,7 +313,7 @@ def _in_order(seen: list[Seen]) -> list[Seen]:
 def _inputs(case: Case, model: nn.Module) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     config = model.config
-    if case.model_type in ("vit", "dinov2", "siglip_vision_model"):
+    if "image_size" in case.config:
         return {"pixel_values": torch.randn(BATCH, 3, config.image_size, config.image_size, generator=generator)}
     tokens = torch.randint(3, config.vocab_size, (BATCH, 1), generator=generator)
     if case.model_type == "whisper":
