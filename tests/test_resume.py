@@ -278,20 +278,20 @@ def test_what_nobody_came_back_to_for_a_month_is_removed(tmp_path: Path, save_al
     assert kept.exists()
 
 
-SIZES = torch.tensor([1.0, 1e9, 1e-9]).view(3, 1, 1)  # of heads: two of them are brought to another scale
+SIZES = torch.tensor([1.0, 1e9, 1e-9]).view(3, 1, 1)  # of heads in the first batch: two of them are brought to another scale, and stay there
 
 
 def scores(n_batches: int, onto: ScoreGram) -> Tensor:
     for batch in range(n_batches):
         q, k = torch.randn(2, 2, 3, 5, 4, generator=torch.Generator().manual_seed(batch))
-        onto.add(q * SIZES, k, scaling=0.5, groups=torch.tensor([0, 1]))
+        onto.add(q * SIZES * 100**batch, k, scaling=0.5, groups=torch.tensor([0, 1]))
     return onto.grams()
 
 
 def outputs(n_batches: int, onto: OutputGram) -> Tensor:
     for batch in range(n_batches):
         z = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(batch)) + 3
-        onto.add(z * SIZES.view(3, 1), groups=torch.tensor([0, 1]))
+        onto.add(z * SIZES.view(3, 1) * 100**batch, groups=torch.tensor([0, 1]))
     return onto.grams()
 
 
