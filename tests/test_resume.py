@@ -281,29 +281,29 @@ def test_what_nobody_came_back_to_for_a_month_is_removed(tmp_path: Path, save_al
 SIZES = torch.tensor([1.0, 1e9, 1e-9]).view(3, 1, 1)  # of heads in the first batch: two of them are brought to another scale, and stay there
 
 
-def scores(n_batches: int, onto: ScoreGram) -> Tensor:
-    for batch in range(n_batches):
+def scores(batches: range, onto: ScoreGram) -> Tensor:
+    for batch in batches:
         q, k = torch.randn(2, 2, 3, 5, 4, generator=torch.Generator().manual_seed(batch))
         onto.add(q * SIZES * 100**batch, k, scaling=0.5, groups=torch.tensor([0, 1]))
     return onto.grams()
 
 
-def outputs(n_batches: int, onto: OutputGram) -> Tensor:
-    for batch in range(n_batches):
+def outputs(batches: range, onto: OutputGram) -> Tensor:
+    for batch in batches:
         z = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(batch)) + 3
         onto.add(z * SIZES.view(3, 1) * 100**batch, groups=torch.tensor([0, 1]))
     return onto.grams()
 
 
-def moments(n_batches: int, onto: HeadMoments) -> Tensor:
-    for batch in range(n_batches):
+def moments(batches: range, onto: HeadMoments) -> Tensor:
+    for batch in batches:
         onto.add(torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(batch)) + 3, keep=torch.ones(2, 5, dtype=torch.bool) if batch else NOTHING)
     return onto.covariance()
 
 
 NOTHING = torch.zeros(2, 5, dtype=torch.bool)
 CPU = torch.device("cpu")
-ACCUMULATORS: dict[str, tuple[Callable[[], Any], Callable[[int, Any], Tensor]]] = {
+ACCUMULATORS: dict[str, tuple[Callable[[], Any], Callable[[range, Any], Tensor]]] = {
     "scores": (lambda: ScoreGram(3, 2, CPU), scores),
     "outputs": (lambda: OutputGram(torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(9)), 2), outputs),
     "moments": (lambda: HeadMoments(3, 4, CPU), moments),
@@ -316,11 +316,10 @@ def test_an_accumulator_goes_on_from_its_state_with_heads_of_any_size(name: str,
     """n_batches: before the interruption; the first batch of moments is padding alone."""
     make, feed = ACCUMULATORS[name]
     whole, first, second = make(), make(), make()
-    feed(n_batches, whole)
-    feed(n_batches, first)
+    feed(range(n_batches), first)
     save_file(first.state(), tmp_path / "state")
     second.restore(load_file(tmp_path / "state"))
-    assert torch.equal(feed(3, second), feed(3, whole))
+    assert torch.equal(feed(range(n_batches, 4), second), feed(range(4), whole))
 
 
 # Many checkpoints and layers
