@@ -49,6 +49,23 @@ def test_shared_factors_count_for_each_head_that_reads_them(seed: int, n_left: i
     assert_close(found, gram_of(left[left_of_head].double() @ right[right_of_head].double().transpose(1, 2)))
 
 
+@pytest.mark.parametrize("n_right", [1, 3, 9])
+def test_heads_of_real_size_give_the_same(n_right: int) -> None:
+    """Large enough for blocks of several heads and for the products that are taken elsewhere than small ones."""
+    left, right = random_factors(0, H=9, n=97, m=89, k=67)
+    right_of_head = [h // (9 // n_right) for h in range(9)]
+    expected = gram_of(left.double() @ right[right_of_head].double().transpose(1, 2))
+    assert_close(factored_gram(left, right[:n_right], range(9), right_of_head).numpy(), expected)
+    assert_close(factored_gram(right[:n_right], left, right_of_head, range(9)).numpy(), expected)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1e-20, 1e12), (1e20, 3.0), (1e-9, 1e-9)])
+def test_the_size_of_factors_is_in_the_gram(a: float, b: float) -> None:
+    left, right = random_factors(4)
+    found = gram(left * a, right * b)
+    np.testing.assert_allclose(found / (a * b) ** 2, gram(left, right), rtol=1e-5, atol=1e-3)
+
+
 @given(SEEDS)
 def test_a_change_of_basis_within_a_head_changes_nothing(seed: int) -> None:
     left, right = random_factors(seed)
