@@ -71,16 +71,14 @@ def key_turns(checkpoint: Checkpoint, layer: AttentionLayer) -> tuple[Turns, str
 
 
 def normalised(heads: Heads) -> Heads:
-    """The same heads with keys of one size, and values and output as balanced factors of their product.
+    """The same heads with keys of one size: the root mean square of their Frobenius norms; the queries make up for it.
 
-    How W_Q W_K^T and W_V W_O are split into factors says nothing about a model, and must not decide what is like what: keys get the
-    root mean square of their Frobenius norms, which QK norm ignores; W_V and W_O get equal singular values and those vectors.
+    QK norm ignores the size of keys, and without it W_Q and W_K can share it as they like: it must not decide whose keys weigh more.
     """
     norms = heads.W_K.flatten(1).norm(dim=1)
     size = norms.square().mean().sqrt()
     factor = torch.where(norms > 0, size / norms.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
-    W_V, W_O = balanced(heads.W_V, heads.W_O.transpose(1, 2).flatten(2))
-    return Heads(W_Q=heads.W_Q / factor[:, None, None, None], W_K=heads.W_K * factor[:, None, None], W_V=W_V, W_O=_by_head(W_O, heads.W_O.shape[1]))
+    return replace(heads, W_Q=heads.W_Q / factor[:, None, None, None], W_K=heads.W_K * factor[:, None, None])
 
 
 def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,11 +90,6 @@ def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     missing = left.shape[-1] - S.shape[-1]  # heads wider than the model
     first, second = (Q_left @ U) * root.unsqueeze(-2), (Vh * root.unsqueeze(-1)) @ Q_right.transpose(-1, -2)
     return F.pad(first, (0, missing)), F.pad(second, (0, 0, 0, missing))
-
-
-def _by_head(W_O: Tensor, R: int) -> Tensor:
-    """[U, D, R d] -> [U, R, D, d]."""
-    return W_O.unflatten(2, (R, -1)).transpose(1, 2)
 
 
 def aligned(heads: Heads, groups: Groups, turns: Turns) -> Heads:
@@ -115,7 +108,7 @@ def shared(heads: Heads, n_groups: int, *, values: str = "mean") -> Heads:
     """Keys and values a group of consecutive units: the mean of theirs.
 
     values "fit" instead takes the D_v-dimensional space from which the units' W_V W_O can be rebuilt best, and rebuilds them from there
-    by least squares: the least squared error that shared values allow.
+    by least squares: the least squared error that shared values allow. The mean depends on how W_V W_O is split, "fit" does not.
     """
     if values not in VALUES:
         raise HeadrankError(f"values {values!r} is not known; known: {', '.join(VALUES)}")
@@ -128,14 +121,21 @@ def shared(heads: Heads, n_groups: int, *, values: str = "mean") -> Heads:
 
 
 def _fitted(W_V: Tensor, W_O: Tensor) -> tuple[Tensor, Tensor]:
-    """W_V: [s, n, D], W_O: [s, R, D, d]. Returns shared values [n, D] and the outputs of all heads [s R, D, d]."""
+    """W_V: [s, n, D], W_O: [s, R, D, d]. Returns shared values [n, D] and the outputs of all heads [s R, D, d], balanced."""
     s, R, D, _ = W_O.shape
-    R_O = torch.linalg.qr(W_O.transpose(1, 2).flatten(2).transpose(1, 2), mode="r")[1]  # W_O W_O^T = R^T R
-    joint = (W_V @ R_O.transpose(1, 2)).transpose(0, 1).flatten(1)  # [n, s D]: the products W_V W_O but for orthonormal rows
+    joint = written_spaces(W_V, W_O).transpose(0, 1).flatten(1)  # [n, s D]
     basis = torch.linalg.svd(joint, full_matrices=False)[0][:, :D]
-    outputs = (basis.T @ W_V)[:, None] @ W_O  # [s, R, D or less, d]: least squares, the basis being orthonormal
-    W_V, flat = balanced(F.pad(basis, (0, D - basis.shape[1])), F.pad(outputs, (0, 0, 0, D - basis.shape[1])).flatten(0, 1).transpose(0, 1).flatten(1))
+    outputs = (basis.T @ W_V)[:, None] @ W_O  # [s, R, D, d] by least squares, the basis being orthonormal; D less where n is
+    missing = D - basis.shape[1]
+    basis, outputs = F.pad(basis, (0, missing)), F.pad(outputs, (0, 0, 0, missing))
+    W_V, flat = balanced(basis, outputs.flatten(0, 1).transpose(0, 1).flatten(1))
     return W_V, flat.unflatten(1, (s * R, -1)).transpose(0, 1)
+
+
+def written_spaces(W_V: Tensor, W_O: Tensor) -> Tensor:
+    """W_V W_O of each unit, all its heads side by side, but for orthonormal rows that change no norm: [U, n, D]."""
+    stacked = W_O.transpose(1, 2).flatten(2)  # [U, D, R d]
+    return W_V @ torch.linalg.qr(stacked.transpose(1, 2), mode="r")[1].transpose(1, 2)  # W_O W_O^T = R^T R
 
 
 def lost_keys(heads: Heads, merged: Heads) -> float:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headrank.alignment import Turns, aligning_turns, best_overlaps, column_products
 from headrank.architectures import Architecture, AttentionLayer, describe
@@ -19,7 +20,7 @@ from headrank.diversity import Array, most_similar_pair, similarity
 from headrank.errors import HeadrankError, NotFiniteError
 from headrank.grouping import Grouping, Groups, consecutive_groups, equal_groups
 from headrank.measure import Progress, Settings, Silent, measure
-from headrank.merging import Heads, aligned, effective_ranks, key_turns, lost_keys, lost_values, normalised, read_heads, shared
+from headrank.merging import Heads, aligned, effective_ranks, key_turns, lost_keys, lost_values, normalised, read_heads, shared, written_spaces
 from headrank.ranks import lost_energy, uniform_rank, water_filling
 from headrank.selection import ModelRef
 from headrank.store import Measurement, Store
@@ -131,26 +132,39 @@ def _why_not_join(architecture: Architecture) -> str | None:
     return None
 
 
-def unit_costs(heads: Heads, turns: Turns) -> tuple[Array, dict[str, Array]]:
-    """Squared distances between the key-value heads in their best bases: [U, U], and the cosines of keys and of values that they come from.
+def unit_costs(heads: Heads, turns: Turns, values: str) -> Array:
+    """What it costs to join two key-value heads: [U, U], none negative. heads: normalised.
 
-    heads: normalised. Keys count by their share of a head's, values by their share of the layer's: half of the distance each.
+    Half of it are the keys: their squared distance in the bases that bring them closest, in the mean square of a unit's keys. Half are
+    the values: likewise, or where values are to be fitted twice the squared error of W_V W_O that the best shared values leave.
     """
-    overlaps, sizes = {}, {}
-    for name, matrices, allowed in (("keys", heads.W_K, turns), ("values", heads.W_V, Turns.anything(heads.W_V.shape[2]))):
-        overlaps[name] = best_overlaps(column_products(matrices), allowed).numpy()
-        sizes[name] = matrices.square().sum((1, 2)).numpy()
-    cost = np.zeros_like(overlaps["keys"])
-    for name, overlap in overlaps.items():
-        distance = sizes[name][:, None] + sizes[name] - 2 * overlap
-        cost += distance.clip(min=0) / (2 * (sizes[name].mean() or 1.0))
-    cosines = {name: _cosines(overlap, sizes[name]) for name, overlap in overlaps.items()}
-    return cost, cosines
+    D = heads.W_V.shape[2]
+    keys = _distances(heads.W_K, turns)
+    if values == "mean":
+        return (keys + _distances(heads.W_V, Turns.anything(D))) / 2
+    spaces = written_spaces(heads.W_V, heads.W_O)
+    products = column_products(spaces).transpose(1, 2)  # [U, U, D, D]
+    return (keys + 2 * _shared_space_errors(products) / (float(spaces.square().sum()) / len(spaces) or 1.0)) / 2
 
 
-def _cosines(overlap: Array, sizes: Array) -> Array:
-    norm = np.sqrt(np.outer(sizes, sizes))
-    return np.divide(overlap, norm, out=np.zeros_like(overlap), where=norm > 0)
+def _distances(matrices: Tensor, turns: Turns) -> Array:
+    """Squared distances of aligned pairs, as multiples of the mean square: [U, U]."""
+    overlap = best_overlaps(column_products(matrices), turns).numpy()
+    sizes = matrices.square().sum((1, 2)).numpy()
+    return (sizes[:, None] + sizes - 2 * overlap).clip(min=0) / (sizes.mean() or 1.0)
+
+
+def _shared_space_errors(products: Tensor) -> Array:
+    """What D dimensions leave of two matrices [n, D] side by side: the sum of their smaller D squared singular values, [U, U]."""
+    U, _, D, _ = products.shape
+    errors = np.zeros((U, U))
+    own = products[range(U), range(U)]  # [U, D, D]
+    for i in range(U):
+        top = torch.cat((own[i].expand(U, D, D), products[i]), 2)
+        both = torch.cat((top, torch.cat((products[:, i], own), 2)), 1)  # [U, 2 D, 2 D]
+        errors[i] = torch.linalg.eigvalsh(both)[:, :D].clamp(min=0).sum(1).numpy()
+    np.fill_diagonal(errors, 0.0)
+    return (errors + errors.T) / 2
 
 
 def measured_costs(similarities: dict[str, Array], n_units: int) -> Array:
@@ -160,14 +174,14 @@ def measured_costs(similarities: dict[str, Array], n_units: int) -> Array:
     return 1.0 - mean.reshape(n_units, R, n_units, R).mean((1, 3))
 
 
-def choose_groups(heads: Heads, turns: Turns, n_groups: int, similarities: dict[str, Array] | None) -> Grouping:
+def choose_groups(heads: Heads, turns: Turns, n_groups: int, values: str, similarities: dict[str, Array] | None) -> Grouping:
     """Groups of the normalised heads' units, by the weights, or by measured similarities of both circuits where these are given."""
-    cost = unit_costs(heads, turns)[0] if similarities is None else measured_costs(similarities, len(heads.W_K))
+    cost = unit_costs(heads, turns, values) if similarities is None else measured_costs(similarities, len(heads.W_K))
     return equal_groups(cost, n_groups)
 
 
 def _join(heads: Heads, turns: Turns, n_groups: int, values: str, similarities: dict[str, Array] | None) -> dict[str, Any]:
-    grouping = choose_groups(heads, turns, n_groups, similarities)
+    grouping = choose_groups(heads, turns, n_groups, values, similarities)
     plain = consecutive_groups(len(heads.W_K), n_groups)
     merged, losses = join_losses(heads, grouping.groups, turns, values)
     return {

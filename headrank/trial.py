@@ -15,7 +15,7 @@ from headrank.diversity import Array, effective_rank, spectrum
 from headrank.errors import HeadrankError
 from headrank.grouping import Groups, clusters, consecutive_groups, random_groups
 from headrank.measure import Progress, Settings, Silent, device_name, facts_of, measure, sequences_to_feed
-from headrank.merging import Heads, aligned, effective_ranks, key_turns, normalised, read_heads, shared, without
+from headrank.merging import VALUES, Heads, aligned, effective_ranks, key_turns, normalised, read_heads, shared, without
 from headrank.regroup import Rewritten, check_free, grouped_config, losses, plain_config, rewritten, thinned_config, write_checkpoint
 from headrank.selection import ModelRef
 from headrank.store import Measurement, Store
@@ -155,38 +155,43 @@ class _Joining(_Plan):
 
     def arms(self) -> Iterator[Arm]:
         H, layers = self.config.n_head, self.architecture.layers
-        yield Arm("suggested", "Suggested groups", lambda: self.model(self.suggested))
+        values = self.request.values
+        other = next(name for name in VALUES if name != values)
+        yield Arm("suggested", "Suggested groups", lambda: self.model(self.choose, values, is_suggested=True))
+        yield Arm("other values", f"Suggested, values: {other}", lambda: self.model(self.chosen, other))
         if not self.is_only:
             yield self.fixed("consecutive", "Consecutive groups", {layer.index: consecutive_groups(H, self.n_groups) for layer in layers})
-        yield Arm("as they lie", "Consecutive groups, bases as they lie", lambda: self.rewrite(lambda layer: shared(self.heads(layer), self.n_groups)))
+        yield Arm("as they lie", "Consecutive, not aligned", lambda: self.rewrite(lambda layer: shared(self.heads(layer), self.n_groups)))
         for number in range(0 if self.is_only else self.request.n_random):
             random = np.random.default_rng([self.settings.seed, number])
             groups = {layer.index: random_groups(H, self.n_groups, random) for layer in layers}
             yield self.fixed(f"random {number}", f"Random groups {number + 1}", groups)
 
     def fixed(self, name: str, label: str, groups: dict[int, Groups]) -> Arm:
-        return Arm(name, label, lambda: self.model(lambda layer, heads: groups[layer.index]))
+        return Arm(name, label, lambda: self.model(lambda layer, heads: groups[layer.index], self.request.values))
 
     def rewrite(self, heads: Callable[[AttentionLayer], Heads]) -> Rewritten:
         return rewritten(self.checkpoint, self.new_config, self.architecture.layers, heads)
 
-    def model(self, choose: Callable[[AttentionLayer, Heads], Groups]) -> Rewritten:
+    def model(self, choose: Callable[[AttentionLayer, Heads], Groups], values: str, *, is_suggested: bool = False) -> Rewritten:
         def merge(layer: AttentionLayer) -> Heads:
             heads = normalised(self.heads(layer))
             groups = choose(layer, heads)
-            return self.merged(layer, heads, groups)
+            merged = shared(aligned(heads, groups, key_turns(self.checkpoint, layer)[0]), self.n_groups, values=values)
+            if is_suggested:
+                self.entries[layer.index] = {"groups": [list(group) for group in groups]}
+                self.ranks[layer.index] = effective_ranks(merged)
+            return merged
 
         return self.rewrite(merge)
 
-    def merged(self, layer: AttentionLayer, heads: Heads, groups: Groups) -> Heads:
-        return shared(aligned(heads, groups, key_turns(self.checkpoint, layer)[0]), self.n_groups, values=self.request.values)
-
-    def suggested(self, layer: AttentionLayer, heads: Heads) -> Groups:
+    def choose(self, layer: AttentionLayer, heads: Heads) -> Groups:
         similarities = None if self.settings.source == "weights" else measured_similarities(self.measurement, layer)
-        groups = choose_groups(heads, key_turns(self.checkpoint, layer)[0], self.n_groups, similarities).groups
-        self.entries[layer.index] = {"groups": [list(group) for group in groups]}
-        self.ranks[layer.index] = effective_ranks(self.merged(layer, heads, groups))
-        return groups
+        return choose_groups(heads, key_turns(self.checkpoint, layer)[0], self.n_groups, self.request.values, similarities).groups
+
+    def chosen(self, layer: AttentionLayer, heads: Heads) -> Groups:
+        """The groups that the suggestion had."""
+        return tuple(tuple(group) for group in self.entries[layer.index]["groups"])
 
 
 class _Removing(_Plan):
@@ -206,8 +211,8 @@ class _Removing(_Plan):
 
     def arms(self) -> Iterator[Arm]:
         chosen = {layer.index: self.choose(layer) for layer in self.architecture.layers}  # all layers: refusals come first
-        yield Arm("suggested", "Most alike heads, one for both", lambda: self.model(chosen, is_suggested=True))
-        yield Arm("dropped", "The same heads removed, nothing added", lambda: self.model(chosen, add=False))
+        yield Arm("suggested", "Most alike, joined", lambda: self.model(chosen, is_suggested=True))
+        yield Arm("dropped", "Same heads, not added", lambda: self.model(chosen, add=False))
         for number in range(self.request.n_random):
             random = np.random.default_rng([self.settings.seed, number])
             others = {layer.index: _shuffled(chosen[layer.index], random) for layer in self.architecture.layers}
@@ -274,7 +279,8 @@ def verdict(found: dict[str, Array], rival: str, *, is_only: bool = False) -> st
     cost = f"It costs {found['suggested'].mean() - found['before'].mean():+.4f} nats a token."
     if is_only:
         gain = difference(found["suggested"], found["as they lie"])
-        return f"One group: there is only one grouping, so nothing to choose. {cost} Aligned bases change that by {_interval(gain)}."
+        sentences = ["One group: there is only one grouping, so nothing to choose.", cost, f"Aligned bases change that by {_interval(gain)}."]
+        return " ".join([*sentences, *_other_values(found)])
     name = {"consecutive": "consecutive groups", "dropped": "removing the same heads without adding what they wrote"}[rival]
     against = difference(found["suggested"], found[rival])
     how = "better than" if against["high"] < 0 else "worse than" if against["low"] > 0 else "no better than"
@@ -284,7 +290,15 @@ def verdict(found: dict[str, Array], rival: str, *, is_only: bool = False) -> st
         beaten = sum(found["suggested"].mean() < loss for loss in random)
         judged = "better than every" if beaten == len(random) else "worse than every" if not beaten else f"better than {beaten} of {len(random)}"
         sentences.append(f"It is {judged} random choice{'s' if beaten not in (0, len(random)) else ''}.")
-    return " ".join(sentences)
+    return " ".join([*sentences, *_other_values(found)])
+
+
+def _other_values(found: dict[str, Array]) -> list[str]:
+    """A sentence where merging the values the other way would have lost clearly less."""
+    if "other values" not in found:
+        return []
+    apart = difference(found["suggested"], found["other values"])
+    return [f"Values merged the other way lose less: {_interval(apart)}."] if apart["low"] > 0 else []
 
 
 def _interval(apart: dict[str, float]) -> str:
