@@ -105,6 +105,8 @@ class Stack:
             kept = tuple(chain for chain in made if all(step.weight.size for step in chain))  # a rotary part or a rank of 0 is none
             if kept:
                 parts[part] = kept
+        if not parts:
+            raise HeadrankError(f"{self.facts.where}: layer {index}: its {key} heads have no size; {self.facts.name('D')} = 0 cannot be")
         widths = {part: chains[0][-1].weight.size for part, chains in parts.items()}
         n = max(len(step.weight.starts) for chains in parts.values() for chain in chains for step in chain)
         own = self.row.norms.get(f"{key}_norm")

@@ -46,18 +46,18 @@ class _Record:
             self.state = state
 
     def __hash__(self) -> int:  # MetadataIndex is a key
-        return hash((self.__dict__.get("fqn"), _as_sizes(self.__dict__.get("offset"))))
+        return hash(_key(self))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Record) and _key(self) == _key(other)
 
 
-def _key(record: _Record) -> tuple[Any, tuple[int, ...]]:
-    return record.__dict__.get("fqn"), _as_sizes(record.__dict__.get("offset"))
+def _key(record: _Record) -> tuple[str, tuple[int, ...]]:
+    return str(record.__dict__.get("fqn")), _as_sizes(record.__dict__.get("offset"))
 
 
 def _as_sizes(value: Any) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else ()
+    return tuple(value) if isinstance(value, tuple | list) and all(type(size) is int for size in value) else ()
 
 
 def _as_path(*parts: Any) -> str:
@@ -141,7 +141,9 @@ def _tensors_of(folder: Path, metadata: Any) -> tuple[dict[str, TensorInfo], dic
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(name, str) or not hasattr(entry, "chunks") or OPTIMIZER.search(name):
             continue
-        shape, dtype = _sizes(folder, name, entry.size), _dtype(folder, name, entry)
+        if not isinstance(entry.chunks, list):
+            raise HeadrankError(f"{folder / '.metadata'}: does not say which parts {name} has")
+        shape, dtype = _sizes(folder, name, getattr(entry, "size", None)), _dtype(folder, name, getattr(entry, "properties", None))
         parts[name] = [_part(folder, name, chunk, storage, shape, sizes_of_files) for chunk in entry.chunks]
         if sum(math.prod(sizes) for _, sizes, *_ in parts[name]) != math.prod(shape):
             raise HeadrankError(f"{folder / '.metadata'}: the parts of {name} do not make up its shape {list(shape)}")
@@ -170,8 +172,8 @@ def _sizes(folder: Path, name: str, value: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _dtype(folder: Path, name: str, entry: Any) -> str:
-    state = getattr(entry.properties, "state", None) or getattr(entry.properties, "dtype", None)
+def _dtype(folder: Path, name: str, properties: Any) -> str:
+    state = getattr(properties, "state", None) or getattr(properties, "dtype", None)
     dtype = state[0] if isinstance(state, tuple) and state else state
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
         raise HeadrankError(f"{folder / '.metadata'}: {name} is of a type that is not known: {str(dtype)[:80]}")

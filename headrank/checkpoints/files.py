@@ -16,9 +16,13 @@ def inside(folder: Path, name: str) -> Path:
 
     A snapshot in huggingface_hub's cache is links into the blobs beside it: those are followed.
     """
+    try:
+        is_name = 0 < len(os.fsencode(name)) < 256 and "\x00" not in name
+    except ValueError:  # half of a surrogate pair
+        is_name = False
+    if not is_name or os.path.isabs(name) or ".." in Path(name).parts:
+        raise HeadrankError(f"{folder}: names the file {name[:100]!r}, which is no file of that folder; not read")
     path = folder / name
-    if os.path.isabs(name) or ".." in Path(name).parts or "\x00" in name:
-        raise HeadrankError(f"{folder}: names the file {name!r}, which is outside the folder; not read")
     top = folder.resolve()
     homes = [top, top.parent.parent / "blobs"] if top.parent.name == "snapshots" else [top]
     if not any(path.resolve().is_relative_to(home) for home in homes):
