@@ -112,24 +112,38 @@ def write_measurement(measurement: Measurement, path: Path) -> None:
     """Writes one safetensors file: the Grams, and all the rest as JSON in its header. Whole or not at all."""
     rest = {"schema": SCHEMA, **asdict(replace(measurement, grams={}))}
     grams = {name: np.ascontiguousarray(gram) for name, gram in measurement.grams.items()}  # save writes memory as it lies, whatever the strides
-    data = save(grams, metadata={"headrank": json.dumps(rest, allow_nan=False)})
+    rest = json.loads(json.dumps(rest, allow_nan=False))
+    data = save(grams, metadata={"headrank": json.dumps({**rest, "sha256": _sha256(rest, grams)})})
     with replace_atomically(path) as temporary:
         temporary.write_bytes(data)
 
 
 def read_measurement(path: Path) -> Measurement:
-    """Reads a measurement. Raises HeadrankError where the file is none, is broken, or has another schema."""
+    """Reads a measurement. Raises HeadrankError where the file is none, is broken, was changed, or has another schema."""
     try:
         with safe_open(path, framework="numpy") as file:
             rest = json.loads((file.metadata() or {})["headrank"], parse_constant=_refuse_constant)
             grams = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        digest, found = rest.pop("sha256", None), _sha256(rest, grams)
         if rest.pop("schema") != SCHEMA:
             raise HeadrankError(f"{path}: a measurement of another version of headrank; measure again")
         layers = tuple(_typed(LayerFacts, layer) for layer in rest.pop("layers"))
         model = _typed(ModelFacts, rest.pop("model"))
-        return _checked(_typed(Measurement, {**rest, "model": model, "layers": layers, "grams": grams}))
+        measurement = _checked(_typed(Measurement, {**rest, "model": model, "layers": layers, "grams": grams}))
+        if digest != found:
+            raise HeadrankError(f"{path}: a measurement that was changed after it was written; measure again")
+        return measurement
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise HeadrankError(f"{path}: not a measurement of headrank: {error}") from None
+
+
+def _sha256(rest: dict[str, Any], grams: dict[str, Any]) -> str:
+    """Of everything in the file: one bit of a Gram matrix that a disk or a transfer turns gives numbers that look right."""
+    digest = hashlib.sha256(json.dumps(rest, sort_keys=True, allow_nan=False).encode())
+    for name, gram in sorted(grams.items()):
+        digest.update(f"\n{name} {gram.dtype} {gram.shape}\n".encode())
+        digest.update(np.ascontiguousarray(gram).tobytes())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def is_measurement(path: Path) -> bool:
