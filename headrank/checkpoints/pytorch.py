@@ -3,6 +3,7 @@
 A pickle can run code, so only torch's restricted unpickler is ever used. Files that torch wrote as archives are memory-mapped.
 """
 
+import io
 import re
 import zipfile
 from collections.abc import Mapping
@@ -27,7 +28,16 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoi
 class TorchCheckpoint(Checkpoint):
     """Tensors of one pickled file or of several, by name."""
 
-    def __init__(self, path: Path, states: Mapping[Path, Mapping[str, Tensor]], *, format: str, config: dict[str, Any], config_name: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        states: Mapping[Path, Mapping[str, Tensor]],
+        *,
+        format: str,
+        config: dict[str, Any],
+        config_name: str,
+        remarks: tuple[str, ...] = (),
+    ) -> None:
         self._tensors: dict[str, Tensor] = {}
         infos: dict[str, TensorInfo] = {}
         for file, state in states.items():
@@ -36,7 +46,7 @@ class TorchCheckpoint(Checkpoint):
                     raise HeadrankError(f"{file}: tensor {name} stands in {infos[name].file.name} as well")
                 infos[name] = info_of(tensor, name, file)
                 self._tensors[name] = tensor
-        super().__init__(path, format=format, config=config, config_name=config_name, tensors=infos)
+        super().__init__(path, format=format, config=config, config_name=config_name, tensors=infos, remarks=remarks)
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -59,12 +69,24 @@ def load(path: Path) -> Any:
     if is_archive:
         _check_archive(path, size)
     try:
-        if path.suffix == ".safetensors":  # torch would go by the name
-            with path.open("rb") as stream:
-                return torch.load(stream, map_location="cpu", weights_only=True)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        if is_archive and path.suffix != ".safetensors":
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with _Bounded(path) as stream:  # torch would take a file of that suffix for safetensors by its name
+            return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler fed with arbitrary bytes raises arbitrary exceptions
         raise HeadrankError(_refusal(path, error)) from None
+
+
+class _Bounded(io.BufferedReader):
+    """A file to read from. Memory is taken for what is in it: a pickle may ask for a text of gigabytes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self._size = path.stat().st_size
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 def _check_archive(path: Path, size: int) -> None:
