@@ -218,6 +218,8 @@ class Stack:
         """The factors of an 8-bit matrix, one for all, one a row or one a block. Raises HeadrankError where it is not clear which."""
         info = self.checkpoint.tensors[name]
         scale = self.find(full, SCALES)
+        if scale is None and info.dtype in EIGHT_BITS and self.checkpoint.config.get("quantization_config"):
+            raise HeadrankError(f"{info.file}: {name} holds {info.dtype} numbers, and their scales are not in the file; take the original weights")
         if scale is None:
             return None
         shape, rows, columns = self.checkpoint.tensors[scale].shape, *info.shape[-2:]

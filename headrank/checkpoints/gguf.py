@@ -5,6 +5,7 @@ the bytes that are left; the gguf package unpacks quantised blocks.
 """
 
 import math
+import mmap
 import re
 import struct
 from collections.abc import Iterable
@@ -97,7 +98,7 @@ def split_files(path: Path) -> list[Path]:
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], dict[str, _Entry]]:
     """Metadata, tensors, and where their bytes lie. Raises HeadrankError where header and file contradict each other."""
     size = regular_size(file)
-    reader = _Header(file, size, mapped(file, Span(0, size)))
+    reader = _Header(file, size, mapped(file, Span(0, size), access=mmap.ACCESS_READ))
     try:
         return _parse(reader)
     except (struct.error, UnicodeDecodeError, OverflowError) as error:

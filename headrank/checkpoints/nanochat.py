@@ -1,6 +1,7 @@
 """nanochat's folders: model_NNNNNN.pt with meta_NNNNNN.json, a pair a step."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from headrank.checkpoints.files import inside, read_json
@@ -28,7 +29,13 @@ def open_nanochat(path: Path, folder: Path, step: int | None) -> TorchCheckpoint
     if not isinstance(config, dict):
         raise HeadrankError(f"{folder / meta_name}: has no model_config")
     state, _ = state_dict_of(load(file), file)
-    return TorchCheckpoint(path, {file: state}, format="nanochat", config={"model_type": "nanochat", **config}, config_name=meta_name)
+    return TorchCheckpoint(path, {file: state}, format="nanochat", config={"model_type": "nanochat", **config}, config_name=meta_name, remarks=_remarks(state))
+
+
+def _remarks(names: Iterable[str]) -> tuple[str, ...]:
+    """Newer models add an embedding of the token itself to the values of some layers."""
+    has_embeddings = any(name.startswith("value_embeds.") for name in names)
+    return ("values also take embeddings of their token, which no head's map from the residual stream includes",) if has_embeddings else ()
 
 
 def _meta_name(model_name: str) -> str:

@@ -112,13 +112,13 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, tup
     return tuple(shape), dtype, (first, last)
 
 
-def mapped(file: Path, span: Span) -> memoryview:
-    """The bytes of a span, mapped and not read. Private pages: torch wants memory that it may write to."""
+def mapped(file: Path, span: Span, *, access: int = mmap.ACCESS_COPY) -> memoryview:
+    """The bytes of a span, mapped and not read. Private pages by default: torch wants memory that it may write to."""
     if span.start == span.stop:
         return memoryview(bytearray())
     page = span.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     with file.open("rb") as stream:
-        return memoryview(mmap.mmap(stream.fileno(), span.stop - page, offset=page, access=mmap.ACCESS_COPY))[span.start - page :]
+        return memoryview(mmap.mmap(stream.fileno(), span.stop - page, offset=page, access=access))[span.start - page :]
 
 
 def as_tensor(data: memoryview | bytearray, name: str, info: TensorInfo) -> Tensor:

@@ -294,3 +294,11 @@ def test_reading_a_tensor_does_not_change_the_file(tmp_path: Path) -> None:
     before = (tmp_path / "model.safetensors").read_bytes()
     checkpoint.read("model.layers.0.self_attn.q_proj.weight").zero_()
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_nanochat_model_with_value_embeddings_says_that_they_are_left_out(tmp_path: Path) -> None:
+    made = write_nanochat(tmp_path, steps={7: 1})
+    state = torch.load(tmp_path / "model_000007.pt", weights_only=True)
+    torch.save({**state, "value_embeds.1.weight": torch.zeros(37, 12)}, tmp_path / "model_000007.pt")
+    found = check(open_checkpoint(tmp_path), made[7])
+    assert found.remarks == ("values also take embeddings of their token, which no head's map from the residual stream includes",)

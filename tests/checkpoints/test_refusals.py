@@ -348,6 +348,11 @@ def test_scales_of_a_shape_that_fits_nothing(tmp_path: Path) -> None:
     refused(changed(tmp_path, state=state), "it is not clear which belongs to which number")
 
 
+def test_eight_bit_numbers_whose_scales_are_missing(tmp_path: Path) -> None:
+    state = {Q: torch.zeros(24, 29).to(torch.float8_e4m3fn)}
+    refused(changed(tmp_path, state=state, quantization_config={"quant_method": "fp8"}), "holds F8_E4M3 numbers, and their scales are not in the file")
+
+
 def test_integers_without_scales(tmp_path: Path) -> None:
     from headrank.factors import head_factors
 
