@@ -80,7 +80,7 @@ class Settings:
     rope_offset: int = 0
     """Weights: the form between a query and the key so many tokens before it."""
     rope_mean: int | None = None
-    """Weights: the mean of the forms at the offsets 0 … rope_mean - 1."""
+    """Weights: the mean over the offsets 0 … rope_mean - 1 of the inner products of the forms there."""
     center: bool = True
     """Outputs: about their mean over tokens."""
     text: tuple[Path, ...] = ()
@@ -279,10 +279,12 @@ class _WeightsWork:
 
         factors = head_factors(checkpoint, self.architecture, layer, circuit, **{**self.factors, **options})
         if self.offset or self.n_offsets is not None:
-            from headrank.rotary import at_offset, mean_over_offsets, rotary_of
+            from headrank.rotary import at_offset, mean_gram_over_offsets, rotary_of
 
             rotary = rotary_of(self.checkpoint, layer, mla_part=self.factors.get("mla_part", "both"))
-            factors = at_offset(factors, rotary, self.offset) if self.n_offsets is None else mean_over_offsets(factors, rotary, self.n_offsets)
+            if self.n_offsets is not None and self.n_offsets > 1:
+                return mean_gram_over_offsets(factors, rotary, self.n_offsets)
+            factors = at_offset(factors, rotary, self.offset)
         return weights_gram(self.grams[circuit], factors)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings in the attention form of the weights: W_Q R W_K^T, R turning a key N tokens before its query, or the mean of these.
+"""Rotary embeddings in the attention form of the weights: W_Q R W_K^T, R turning a key N tokens before its query, or the mean over such offsets.
 
 A rotary embedding turns pairs of a head's dimensions by an angle in proportion to the position (arXiv 2104.09864), so what a query and a
 key have to do with each other depends on positions only through the offset N between them: R_N turns each pair by N times its
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headrank.architectures import AttentionLayer
 from headrank.checkpoints import Checkpoint
@@ -157,19 +158,47 @@ def _pairs(frequencies: list[float], start: int, *, neighbours: bool, sign: int)
 
 def at_offset(factors: HeadFactors, rotary: Rotary, offset: int) -> HeadFactors:
     """Heads as the forms W_Q R W_K^T between a query and the key `offset` tokens before it: still thin factors, the keys turned."""
-    return _turn(factors, rotary, [cmath.exp(1j * offset * angle) for angle in rotary.angles])
+    turns = torch.tensor([cmath.exp(1j * offset * angle) for angle in rotary.angles], dtype=torch.complex128, device=factors.right.device)
+    right = factors.right.double()  # angles at large offsets need it
+    turned = right.clone()
+    columns = torch.complex(right[..., list(rotary.first)], right[..., list(rotary.second)]) * turns
+    turned[..., list(rotary.first)], turned[..., list(rotary.second)] = columns.real, columns.imag
+    return replace(factors, right=turned.to(factors.right.dtype))
 
 
-def mean_over_offsets(factors: HeadFactors, rotary: Rotary, n: int) -> HeadFactors:
-    """Heads as the mean form W_Q (1/n sum of R_N) W_K^T over the offsets N = 0 … n - 1, in closed form.
+def mean_gram_over_offsets(factors: HeadFactors, rotary: Rotary, n: int) -> Tensor:
+    """The mean of the Gram matrices of the forms at the offsets N = 0 … n - 1, in closed form, from thin factors. [H, H] float64.
 
-    The mean of R_N turns each pair and shrinks it: for a pair of frequency w it is the complex number
+    A pair of columns (x, y) is the complex column u = x + iy, which an offset multiplies by e^(iwN), and a product of two pairs is
+
+        <A, B> = 1/2 Re(P* P' + Q* Q')        P = u^H v, Q = u^T v of the queries, P', Q' of the keys
+
+    P' turns with the difference of the two pairs' frequencies and Q' with their sum, so each is multiplied by its mean over N,
 
         1/n sum of e^(iwN) = e^(iw(n-1)/2) sin(nw/2) / (n sin(w/2))
 
-    (Dirichlet's kernel), near 1 for waves much longer than n tokens and near 0 for much shorter ones. Columns that are not turned stay.
+    (Dirichlet's kernel): over many offsets only products within one frequency remain. Columns that are not turned have frequency 0.
     """
-    return _turn(factors, rotary, [_mean(angle, n) for angle in rotary.angles])
+    left, right = (_complex_columns(factor, rotary) for factor in (factors.left, factors.right))
+    angles = [*rotary.angles, *[0.0] * (left.shape[-1] - len(rotary.angles))]
+    of_difference = torch.tensor([[_mean(b - a, n) for b in angles] for a in angles], dtype=torch.complex128, device=left.device)
+    of_sum = torch.tensor([[_mean(a + b, n) for b in angles] for a in angles], dtype=torch.complex128, device=left.device)
+    i, j = list(factors.left_of_head), list(factors.right_of_head)
+    gram = torch.empty(len(i), len(i), dtype=torch.float64, device=left.device)
+    for head in range(len(i)):
+        P, P_keys = left[i[head]].mH @ left, right[j[head]].mH @ right  # [heads, pairs, pairs]
+        Q, Q_keys = left[i[head]].mT @ left, right[j[head]].mT @ right
+        terms = P.conj()[i] * P_keys[j] * of_difference + Q.conj()[i] * Q_keys[j] * of_sum
+        gram[head] = terms.real.sum((1, 2)) / 2
+    return (gram + gram.T) / 2
+
+
+def _complex_columns(factor: Tensor, rotary: Rotary) -> Tensor:
+    """[n, d, k] -> [n, d, pairs] complex: the pairs that are turned, then every other column with nothing beside it."""
+    factor = factor.double()
+    rest = sorted(set(range(factor.shape[-1])) - set(rotary.first) - set(rotary.second))
+    alone = torch.complex(factor[..., rest], torch.zeros_like(factor[..., rest]))
+    return torch.cat((torch.complex(factor[..., list(rotary.first)], factor[..., list(rotary.second)]), alone), -1)
 
 
 def _mean(angle: float, n: int) -> complex:
@@ -177,16 +206,3 @@ def _mean(angle: float, n: int) -> complex:
     if abs(math.sin(half)) < 1e-12:  # a whole turn a token: every offset gives the same
         return complex(1.0)
     return cmath.exp(1j * half * (n - 1)) * math.sin(n * half) / (n * math.sin(half))
-
-
-def _turn(factors: HeadFactors, rotary: Rotary, by: list[complex]) -> HeadFactors:
-    """Multiplies each pair of the keys' columns, as a complex number, by one of `by`; in float64, since angles at large offsets need it."""
-    right = factors.right.double()
-    turned = right.clone()
-    real = torch.tensor([z.real for z in by], dtype=torch.float64, device=right.device)
-    imaginary = torch.tensor([z.imag for z in by], dtype=torch.float64, device=right.device)
-    first, second = list(rotary.first), list(rotary.second)
-    x, y = right[..., first], right[..., second]
-    turned[..., first] = x * real - y * imaginary
-    turned[..., second] = x * imaginary + y * real
-    return replace(factors, right=turned.to(factors.right.dtype))
