@@ -104,7 +104,7 @@ class Shared:
     raw: Annotated[bool, typer.Option("--raw", help="Weights: leave gains and biases out.")] = False
     mla_part: Annotated[MlaPart, typer.Option(help="Weights of MLA: both parts of the keys, or one.")] = MlaPart.both
     rope_offset: Annotated[int, typer.Option(min=0, help="Weights, qk: the form between a query and the key so many tokens before it.")] = 0
-    rope_mean: Annotated[int | None, typer.Option(min=1, help="Weights, qk: the mean of the forms at the offsets 0 to N - 1.")] = None
+    rope_mean: Annotated[int | None, typer.Option(min=1, help="Weights, qk: the mean of the inner products over the offsets 0 to N - 1.")] = None
     center: Annotated[bool, typer.Option("--center/--no-center", help="Outputs: take their mean over tokens away.")] = True
     text: Annotated[list[Path] | None, typer.Option(help="Text file to feed; the bundled text by default.")] = None
     tokens: Annotated[list[Path] | None, typer.Option(help="Token ids to feed: .npy, or .bin of 16-bit numbers.")] = None
