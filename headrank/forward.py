@@ -171,8 +171,10 @@ def load_runner(checkpoint: Checkpoint, architecture: Architecture, *, device: t
 
 def _nanochat_config(checkpoint: Checkpoint, architecture: Architecture) -> ModelConfig:
     """nanochat's first decoder is ours. Later ones have windows and tensors that ours has not, which loading refuses by name."""
-    if windows := {layer.window for layer in architecture.layers if layer.window is not None}:
-        raise HeadrankError(f"{checkpoint.path}/{checkpoint.config_name}: windows of {sorted(windows)} tokens are not in our decoder; use --source weights")
+    pattern = str(checkpoint.config.get("window_pattern", "L"))
+    if "S" in pattern.upper():
+        where = f"{checkpoint.path}/{checkpoint.config_name}"
+        raise HeadrankError(f"{where}: has local layers (window_pattern {pattern!r}), whose reach the file does not say; use --source weights")
     H, G = architecture.n_head, architecture.n_kv_head
     fc = next((info for name, info in checkpoint.tensors.items() if name.endswith("h.0.mlp.c_fc.weight")), None)
     embedding = next((info for name, info in checkpoint.tensors.items() if name.endswith("wte.weight")), None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrank.architectures import Architecture, describe, explain
+from headrank.architectures import Architecture, describe
 from headrank.checkpoints import Checkpoint, open_checkpoint
 from headrank.diversity import similarity
 from headrank.errors import HeadrankError, NotFiniteError
@@ -193,25 +193,3 @@ def test_eight_bit_weights_are_multiplied_by_their_scales(name: str, block: Any,
     left = head_factors(checkpoint, architecture, architecture.layers[0], "qk").left
     torch.testing.assert_close(left, expected.unflatten(0, (H, D)).transpose(1, 2))
     assert architecture.remarks == ("matrices are stored as F8_E4M3 with scales, which are applied",)
-
-
-def test_explain_names_every_heads_share(tmp_path: Path) -> None:
-    layout = LAYOUTS["phi3"]
-    _, architecture = opened(tmp_path, state_of(layout, HEADS), layout.config(HEADS[0]))
-    shares = list(explain(architecture.layers[1]))
-    name, gain = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.input_layernorm.weight"
-    assert [(x.role, x.head, x.start, x.stop, x.axis) for x in shares if x.role != "output"] == [
-        *(("query", h, 6 * h, 6 * h + 6, 0) for h in range(4)), ("key", 0, 24, 30, 0), ("key", 1, 30, 36, 0), ("value", 0, 36, 42, 0), ("value", 1, 42, 48, 0),
-    ]  # fmt: skip
-    assert {x.tensor for x in shares if x.role == "query"} == {name}
-    assert {x.through for x in shares if x.role == "query"} == {(gain,)}
-    assert [(x.head, x.start, x.axis) for x in shares if x.role == "output"] == [(h, 6 * h, 1) for h in range(4)]
-
-
-def test_explain_says_that_latent_heads_share_the_latent(tmp_path: Path) -> None:
-    _, architecture = opened(tmp_path, *deepseek(make_latent(), has_q_latent=False))
-    keys = [(x.role, x.head, x.tensor.split(".")[-2], x.start, x.stop) for x in explain(architecture.layers[0]) if x.role.startswith("key")]
-    assert keys == [
-        ("key nope", None, "kv_a_proj_with_mqa", 0, 11), ("key nope", 0, "kv_b_proj", 0, 6), ("key nope", 1, "kv_b_proj", 13, 19),
-        ("key nope", 2, "kv_b_proj", 26, 32), ("key rope", None, "kv_a_proj_with_mqa", 11, 15),
-    ]  # fmt: skip

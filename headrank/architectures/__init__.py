@@ -1,7 +1,6 @@
 """What the tensors of a checkpoint mean. Opens none of its files."""
 
 from headrank.architectures.describing import describe
-from headrank.architectures.explaining import Placement, explain
 from headrank.architectures.layout import Architecture, AttentionLayer, Chain, Norm, Projection, Scale, Slice, Step
 
-__all__ = ["Architecture", "AttentionLayer", "Chain", "Norm", "Placement", "Projection", "Scale", "Slice", "Step", "describe", "explain"]
+__all__ = ["Architecture", "AttentionLayer", "Chain", "Norm", "Projection", "Scale", "Slice", "Step", "describe"]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from headrank.checkpoints.files import inside, read_json
 from headrank.checkpoints.pytorch import TorchCheckpoint, load, state_dict_of
@@ -29,13 +30,18 @@ def open_nanochat(path: Path, folder: Path, step: int | None) -> TorchCheckpoint
     if not isinstance(config, dict):
         raise HeadrankError(f"{folder / meta_name}: has no model_config")
     state, _ = state_dict_of(load(file), file)
-    return TorchCheckpoint(path, {file: state}, format="nanochat", config={"model_type": "nanochat", **config}, config_name=meta_name, remarks=_remarks(state))
+    return TorchCheckpoint(path, {file: state}, format="nanochat", config={"model_type": "nanochat", **config}, config_name=meta_name, remarks=_remarks(state, config))
 
 
-def _remarks(names: Iterable[str]) -> tuple[str, ...]:
-    """Newer models add an embedding of the token itself to the values of some layers."""
-    has_embeddings = any(name.startswith("value_embeds.") for name in names)
-    return ("values also take embeddings of their token, which no head's map from the residual stream includes",) if has_embeddings else ()
+def _remarks(names: Iterable[str], config: dict[str, Any]) -> tuple[str, ...]:
+    """What newer models do that no tensor of a head shows."""
+    remarks = []
+    if any(name.startswith("value_embeds.") for name in names):
+        remarks.append("values also take embeddings of their token, which no head's map from the residual stream includes")
+    pattern = str(config.get("window_pattern", "L")).upper()
+    if "S" in pattern:  # half of the context in some versions of nanochat, a quarter or a third in others
+        remarks.append(f"layers marked S in the window pattern {pattern[:40]} are local; how far they reach is not in the file")
+    return tuple(remarks)
 
 
 def _meta_name(model_name: str) -> str:

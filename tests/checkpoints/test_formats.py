@@ -296,9 +296,14 @@ def test_reading_a_tensor_does_not_change_the_file(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-def test_a_nanochat_model_with_value_embeddings_says_that_they_are_left_out(tmp_path: Path) -> None:
+def test_a_nanochat_model_says_what_no_head_shows(tmp_path: Path) -> None:
     made = write_nanochat(tmp_path, steps={7: 1})
     state = torch.load(tmp_path / "model_000007.pt", weights_only=True)
     torch.save({**state, "value_embeds.1.weight": torch.zeros(37, 12)}, tmp_path / "model_000007.pt")
-    found = check(open_checkpoint(tmp_path), made[7])
-    assert found.remarks == ("values also take embeddings of their token, which no head's map from the residual stream includes",)
+    meta = json.loads((tmp_path / "meta_000007.json").read_text(encoding="utf-8"))
+    meta["model_config"]["window_pattern"] = "SSSL"
+    (tmp_path / "meta_000007.json").write_text(json.dumps(meta), encoding="utf-8")
+    assert check(open_checkpoint(tmp_path), made[7]).remarks == (
+        "values also take embeddings of their token, which no head's map from the residual stream includes",
+        "layers marked S in the window pattern SSSL are local; how far they reach is not in the file",
+    )
