@@ -30,7 +30,8 @@ def open_nanochat(path: Path, folder: Path, step: int | None) -> TorchCheckpoint
     if not isinstance(config, dict):
         raise HeadrankError(f"{folder / meta_name}: has no model_config")
     state, _ = state_dict_of(load(file), file)
-    return TorchCheckpoint(path, {file: state}, format="nanochat", config={"model_type": "nanochat", **config}, config_name=meta_name, remarks=_remarks(state, config))
+    config = {"model_type": "nanochat", **config}
+    return TorchCheckpoint(path, {file: state}, format="nanochat", config=config, config_name=meta_name, remarks=_remarks(state, config))
 
 
 def _remarks(names: Iterable[str], config: dict[str, Any]) -> tuple[str, ...]:
