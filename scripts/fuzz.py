@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import os
 import random
 import re
 import resource
@@ -484,8 +485,8 @@ def attempt(chosen: Format, file: Path) -> Outcome:
 
 
 def _peak() -> int:
-    """Largest memory in use so far, bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    """Largest memory in use so far, bytes; getrusage would begin with that of the process that started this one."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
 
 
 def _limit_memory() -> None:
@@ -497,11 +498,10 @@ def _limit_memory() -> None:
 
 def _work(connection: Connection, folder: Path, make_formats: Callable[[], dict[str, Format]]) -> None:
     """The worker: gets (name, seed, index), sends outcomes."""
-    import torch
-
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     known, ready = make_formats(), dict[str, tuple[Path, bytes]]()
     limited = False
+    connection.send("ready")
     while True:
         try:
             name, seed, index = connection.recv()
@@ -539,6 +539,7 @@ class Worker:
         self.process = context.Process(target=_work, args=(other, self.folder, self.make_formats), daemon=True)
         self.process.start()
         other.close()
+        self.connection.recv()
 
     def attempt(self, name: str, seed: int, index: int) -> Outcome:
         """What the worker makes of one input; a crash and a hang are outcomes too."""
