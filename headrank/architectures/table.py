@@ -130,6 +130,7 @@ def read_layout(path: Path) -> Row:
     return _parse_with_groups("layout", {**document, "layout": {"model_types": [], "when": {}, **own}}, shared, str(path))
 
 
+@functools.cache
 def _table_file() -> tuple[dict[str, Any], dict[str, Any]]:
     document = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
     shared = document.pop("defaults")
