@@ -16,7 +16,7 @@ from headrank.config import MODEL_TYPE, ModelConfig
 from headrank.errors import HeadrankError
 
 ATTENTION_LIKE = re.compile(r"(^|[._])att|attn|attention|qkv|kqv|query|key|value|[._](q|k|v|o)[._]|wq|wk|wv|wo\b", re.IGNORECASE)
-BUFFERS = re.compile(r"(weight_scale|weight_scale_inv|input_scale|attn\.(masked_)?bias|attention\.(masked_)?bias|inv_freq|position_ids|relative_position_index)$")
+BUFFERS = re.compile(r"(weight_scale(_inv)?|input_scale|(attn|attention)\.(masked_)?bias|inv_freq|position_ids|relative_position_index)$")
 COUNTLESS = {"BOOL", "I64", "I32"}  # masks and indices
 PARTS = {"text": ("text_config", "llm_config", "language_config"), "vision": ("vision_config",)}
 
