@@ -70,7 +70,9 @@ def _name(model: Document) -> str:
 def _models_named(document: Document) -> str:
     names = [_name(model) for model in document["models"]]
     if len(names) > 3:
-        return f"{len(names)} models"
+        scales = {model["scale"] for model in document["models"]}
+        of_family = f" of {scales.pop()}" if len(scales) == 1 and None not in scales else ""
+        return f"{len(names)} models{of_family}"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
@@ -218,14 +220,14 @@ def _models(document: Document) -> str:
         cells = (model["kind"].upper(), *(f"{model[name]:,}" for name in GEOMETRY.values()), *training)
         rows.append(f'<tr><th scope="row">{escape(_name(model))}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>')
     table = _scrolling("Models", f'<table class="models"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>')
-    return table + "".join(_origin_of(model) for model in document["models"])
+    return f'{table}<div class="origins">{"".join(_origin_of(model) for model in document["models"])}</div>'
 
 
 def _origin_of(model: Document) -> str:
     facts = [("Checkpoint", model["checkpoint"]), ("Fingerprint", model["fingerprint"]), ("Family", model["family"])]
     if model["measured"]:
         facts.append(("Measured with", ", ".join(f"{name} {_said(value)}" for name, value in model["measured"].items())))
-    return f"<h4>{escape(_name(model))}</h4>{_list(facts)}"
+    return f"<section><h4>{escape(_name(model))}</h4>{_list(facts)}</section>"
 
 
 def _settings(document: Document) -> str:

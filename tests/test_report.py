@@ -27,7 +27,7 @@ from headrank.page import PARTS, embedded_json, number, report_page
 from headrank.report import DIGITS, CircuitResults, report_document
 from headrank.results import ModelResult
 from headrank.svg import inline_svg
-from tests.sample_results import model, results
+from tests.sample_results import TOKENS, model, results
 from tests.test_cli import write_model
 
 HOSTILE = "</script><b>&\"'$x$<!--"
@@ -279,6 +279,41 @@ def test_one_head_has_a_rank_and_no_centred_one() -> None:
     assert layer["centered"]["reason"] == "one head: the centred matrix is zero"
     assert layer["reason"] == "one head: there are no pairs"
     assert "Head diversity: a" in report_page(document, [])
+
+
+@pytest.mark.parametrize(
+    ("labels", "scale", "title"),
+    [
+        (["a"], None, "a"),
+        (["a", "b"], "nano", "a (nano) and b (nano)"),
+        (["a", "b", "c"], None, "a, b and c"),
+        (["a", "b", "c", "d"], "128M", "4 models of 128M"),
+        (["a", "b", "c", "d"], None, "4 models"),
+    ],
+)
+def test_the_title_names_the_models_while_they_are_few(labels: list[str], scale: str | None, title: str) -> None:
+    document = sample_document(lambda is_centered, seed: [model(label, layers=[0], scale=scale, is_centered=is_centered) for label in labels])
+    assert Tree(report_page(document, [])).root.all("h1")[0].text == f"Head diversity: {title}"
+
+
+def test_tokens_that_differ_by_model_are_told_of_each() -> None:
+    def models(is_centered: bool, seed: int) -> list[ModelResult]:
+        fed = [{**TOKENS, "n_sequences": n, "sha256": f"sha256:{n}"} for n in (41, 43)]
+        return [model(name, layers=[0], is_centered=is_centered, tokens=tokens) for name, tokens in zip("ab", fed, strict=True)]
+
+    text = Tree(report_page(sample_document(models), [])).root.text
+    assert "tokens that differ by model" in text
+    assert "Tokens of a" in text
+    assert "43 × 127" in text
+
+
+def test_a_measurement_file_stands_for_its_model(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_command, "_plots", lambda given: [])
+    file = tmp_path / "gqa.safetensors"
+    assert CliRunner().invoke(app, ["measure", written.models[1], "--sequences", "9", "-o", str(file)]).exit_code == 0
+    done = CliRunner().invoke(app, ["report", f"GQA={file}", "--json", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["models"] == [written.document["models"][1]]
 
 
 def test_stacks_have_rows_of_their_own() -> None:
