@@ -50,6 +50,8 @@ def run_try(options: "Deciding", *, groups: int | None, remove: int | None, thre
 
     if groups is not None and threshold is not None:
         raise HeadrankError("--threshold belongs to --remove; with --groups every head finds a group")
+    if remove is not None and options.values.value != "mean":
+        raise HeadrankError("--values belongs to --groups; with --remove the values of a head that goes are joined with those of one that stays")
     request = TrialRequest(n_groups=groups, n_removed=remove, threshold=threshold, values=options.values.value, n_random=n_random)
     settings = _settings(options)
 
@@ -227,7 +229,7 @@ def try_rows(found: dict[str, Any]) -> Iterable[tables.Row]:
 def show_trial(found: dict[str, Any], console: Console) -> None:
     """Prints the losses and what they say."""
     cached, tokens, rank = found["kv_values_per_token"], found["tokens"], found["effective_rank"]
-    what = f"{found['n_groups']} groups" if "n_groups" in found else f"{found['n_removed']} heads a layer removed"
+    what = _counted(found["n_groups"], "group") if "n_groups" in found else f"{_counted(found['n_removed'], 'head')} a layer removed"
     console.print(f"{found['label']}: {what}; {cached['before']} -> {cached['after']} numbers cached a token")
     cells = []
     for arm in found["losses"]:
@@ -237,6 +239,10 @@ def show_trial(found: dict[str, Any], console: Console) -> None:
     console.print(found["verdict"])
     console.print(f"Effective rank: {_pair(rank['measured'])}; predicted {_pair(rank['predicted'])}.")
     console.print(f"Loss on {tokens['n_tokens']} tokens of {tokens['source']} in sequences of {tokens['seq_len']}.")
+
+
+def _counted(n: int, thing: str) -> str:
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
 def _pair(ranks: dict[str, float | None]) -> str:

@@ -245,8 +245,8 @@ def _plain_values(architecture: Architecture) -> int:
 def lrkv_losses(heads: Heads, turns: Turns) -> Array:
     """What LRKV of rank 0, 1, … loses: the squared share that each key-value head's difference from their mean has beyond that rank.
 
-    heads: normalised; their bases are aligned first. Keys and values count half each. Ranks end where LRKV would cache as much as
-    plain heads do.
+    heads: normalised; their bases are aligned first. Keys and values count half each. The mean is one choice of the shared part, and
+    training may find a better one, so this is a bound from above. Ranks end where LRKV would cache as much as plain heads do.
     """
     total = np.zeros(max(heads.W_K.shape[2], heads.W_V.shape[2]))
     for matrices, allowed in ((heads.W_K, turns), (heads.W_V, Turns.anything(heads.W_V.shape[2]))):

@@ -22,6 +22,7 @@ from headrank.store import Measurement, Store
 from headrank.suggest import choose_groups, groups_to_form, likeness, measured_similarities
 
 TOKENS_PER_BATCH = 8192
+LOGITS_PER_BATCH = 1 << 26  # a quarter of a gigabyte, and a few copies of it
 N_BOOTSTRAP = 2000
 LEVEL = 95  # percent
 
@@ -73,7 +74,7 @@ def try_out(
 
     device, dtype = torch.device(device_name(settings.device)), getattr(torch, "float32" if settings.dtype == "auto" else settings.dtype)
     ids = torch.from_numpy(sequences.ids.astype(np.int64))
-    batch_size = settings.batch_size or max(1, TOKENS_PER_BATCH // ids.shape[1])
+    batch_size = settings.batch_size or max(1, min(TOKENS_PER_BATCH, LOGITS_PER_BATCH // config.vocab_size) // ids.shape[1])
     arms = [Arm("before", "Before", lambda: Rewritten(config, checkpoint, {})), *plan.arms()]
     found: dict[str, Array] = {}
     progress.start(ref.label, len(arms), "models")

@@ -304,7 +304,17 @@ def test_the_command_writes_checkpoint_document_and_table(planted: Path, tmp_pat
     assert json.loads(again.stdout) == document
 
 
-def test_a_threshold_for_groups_is_refused(planted: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["try", str(planted), "--groups", "3", "--threshold", "0.9", "--out", str(tmp_path / "out")])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--groups", "3", "--threshold", "0.9"), "--threshold belongs to --remove; with --groups every head finds a group"),
+        (
+            ("--remove", "1", "--values", "fit"),
+            "--values belongs to --groups; with --remove the values of a head that goes are joined with those of one that stays",
+        ),
+    ],
+)
+def test_options_that_belong_to_the_other_choice_are_refused(planted: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(app, ["try", str(planted), *words, "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
-    assert result.stderr == "Error: --threshold belongs to --remove; with --groups every head finds a group\n"
+    assert result.stderr == f"Error: {said}\n"
