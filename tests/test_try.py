@@ -234,7 +234,7 @@ def test_the_verdict_says_which_way_it_went(gain: float, noise: float, random: t
 
 def test_other_values_that_lose_less_are_told() -> None:
     found = {"before": np.full(7, 2.0), "suggested": np.full(7, 2.5), "other values": np.full(7, 2.3), "consecutive": np.full(7, 2.6)}
-    assert verdict(found, "consecutive").endswith("Values merged the other way lose less: +0.200 nats a token (95 % interval +0.200 to +0.200).")
+    assert verdict(found, "consecutive").endswith("With values merged the other way it would cost 0.200 nats a token less (95 % interval 0.200 to 0.200).")
     found["other values"] = np.full(7, 2.7)
     assert "other way" not in verdict(found, "consecutive")
 
