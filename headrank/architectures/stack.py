@@ -17,7 +17,7 @@ BIAS = (".bias", ".beta")
 SCALES = (".weight_scale", ".weight_scale_inv")  # of 8-bit numbers: the matrix is scale times what is stored, whatever the name
 PACKED = (".scales", ".SCB", ".weight.absmax", ".weight.quant_map", ".qweight", ".weight_packed", ".weight_zero_point")
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
-UNUSED = re.compile(r"(?:^|[._])(?:(?:q|k|qk|query|key)_?(?:layer)?_?norm|(?:q|kv)_a_(?:layer)?norm|attn_sub_norm|attn_norm_2)")
+UNUSED = re.compile(r"(?:^|[._])(?:(?:q|k|qk|query|key)_?(?:layer)?_?(?:norm|ln)|(?:q|kv)_a_(?:layer)?norm|attn_sub_norm|attn_norm_2)(?:$|[._])")
 BIASES = {"q": "query bias", "v": "value bias"}  # a bias of keys cancels in the softmax; the output's belongs to no head
 
 

@@ -97,7 +97,7 @@ def open_hub(text: str, open_local: Callable[[Path], Checkpoint]) -> Checkpoint:
     hub = _package(text)
     if cached := _cached(hub, repo, file, revision):
         return open_local(cached)
-    with _told(text):
+    with _told(text, but="no such file or folder here, and "):
         remote = _look_up(hub, repo, revision)
     names = _safetensors_of(hub, text, remote, file)
     if names:
@@ -223,7 +223,7 @@ class _UnreachableError(HeadrankError):
 
 
 @contextmanager
-def _told(where: str) -> Iterator[None]:
+def _told(where: str, *, but: str = "") -> Iterator[None]:
     """Turns what huggingface_hub and its transport raise into one line of our own: theirs can hold signed addresses."""
     from huggingface_hub import errors
 
@@ -236,18 +236,18 @@ def _told(where: str) -> Iterator[None]:
     except errors.RevisionNotFoundError:
         raise HeadrankError(f"{where}: the Hub has no such revision of it") from None
     except errors.RepositoryNotFoundError:
-        raise HeadrankError(f"{where}: no such file or folder, and no such model on the Hub (a private one needs `hf auth login`)") from None
+        raise HeadrankError(f"{where}: {but}no such model on the Hub (a private one needs `hf auth login`)") from None
     except errors.HFValidationError:
-        raise HeadrankError(f"{where}: no such file or folder, and not a name that a model on the Hub can have") from None
+        raise HeadrankError(f"{where}: {but}not a name that a model on the Hub can have") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        raise _UnreachableError(f"{where}: not in the cache, and the Hub cannot be reached (offline)") from None
+        raise _UnreachableError(f"{where}: {but}not in the cache, and the Hub cannot be reached (offline)") from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         kind = _UnreachableError if status is None or status >= 500 else HeadrankError
         raise kind(f"{where}: the Hub answered with status {status}") from None
     except OSError as error:  # the transport's own errors are not all of one family
-        raise _UnreachableError(f"{where}: the Hub cannot be reached: {type(error).__name__}") from None
+        raise _UnreachableError(f"{where}: {but}the Hub cannot be reached: {type(error).__name__}") from None
     except Exception as error:
         if type(error).__module__.startswith(("httpx", "httpcore", "requests")):
-            raise _UnreachableError(f"{where}: the Hub cannot be reached: {type(error).__name__}") from None
+            raise _UnreachableError(f"{where}: {but}the Hub cannot be reached: {type(error).__name__}") from None
         raise

@@ -165,6 +165,12 @@ LAYOUTS = {
     "gemma": Layout("model.layers.{i}.", _separate(), _hf("gemma"), ("input_layernorm",), gain=0.0),
     "phi3": Layout("model.layers.{i}.", _fused("self_attn.qkv_proj", one_after_the_other, "self_attn.o_proj"), _hf("phi3"), ("input_layernorm",)),
     "internlm2": Layout("model.layers.{i}.", _fused("attention.wqkv", per_group, "attention.wo"), _hf("internlm2"), ("attention_norm",)),
+    "baichuan": Layout("model.layers.{i}.", _fused("self_attn.W_pack", one_after_the_other, "self_attn.o_proj"), _hf("baichuan", hidden_size=4 * D),
+                       ("input_layernorm",), groups=(4,)),
+    "qwen": Layout("transformer.h.{i}.", _fused("attn.c_attn", one_after_the_other, "attn.c_proj"), _hf("qwen", kv_channels=D), ("ln_1",), groups=(4,)),
+    "chatglm": Layout("transformer.encoder.layers.{i}.", _fused("self_attention.query_key_value", one_after_the_other, "self_attention.dense"),
+                      lambda h: _hf("chatglm", num_layers=N_LAYER, kv_channels=D, multi_query_attention=True, multi_query_group_num=h.n_kv_head)(h),
+                      ("input_layernorm",)),
     "openelm": Layout(
         "transformer.layers.{i}.", lambda h: {**_fused("attn.qkv_proj", one_after_the_other, "attn.out_proj")(h), "attn.q_norm.weight": torch.ones(D),
                                              "attn.k_norm.weight": torch.ones(D)},
