@@ -182,7 +182,7 @@ def _factor(reader: _Reader, projection: Projection, *, raw: bool, with_bias: bo
         size = float(matrix.abs().max()) if matrix.numel() else 1.0
         exponent = 0 if not size or 1 / SAFE < size < SAFE else math.frexp(size)[1]
         matrix = torch.ldexp(matrix, torch.tensor(-exponent)).float()
-    return matrix.contiguous(), exponent
+    return matrix, exponent
 
 
 def _size_of(reader: _Reader, projection: Projection, raw: bool) -> str | None:

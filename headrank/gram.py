@@ -12,7 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 1024  # of one matrix product: enough for full speed, few enough that products of 128 heads of 128 take 0.1 GB
+BLOCK_ROWS = 256  # of one matrix product: enough for full speed, few enough that little below the diagonal is computed as well
+SMALL = 1 << 21  # multiplications, below which making oneDNN's product ready costs more than it saves
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+SAFE = 1e4  # where the largest entries lie between its inverse and it, float32 holds products of four of them and sums of a billion
 
 
 def factored_gram(left: Tensor, right: Tensor, left_of_head: Sequence[int], right_of_head: Sequence[int]) -> Tensor:
@@ -20,40 +23,74 @@ def factored_gram(left: Tensor, right: Tensor, left_of_head: Sequence[int], righ
 
     left: [n_left, n, k], right: [n_right, m, k]; head h is left[left_of_head[h]] @ right[right_of_head[h]].T, an n x m matrix
     that is never formed. Factors that heads share stand once, and their products are computed once.
-    Returns [H, H] float64 on the factors' device. Scale alone does neither overflow nor vanish: each factor is brought to
-    unit size first, and its size put back in float64.
+    Returns [H, H] float64 on the factors' device. Scale alone does neither overflow nor vanish: sizes far from 1 are taken out of
+    the factors first, and put back in float64.
     """
     left, left_size = unit_size(left)
     right, right_size = unit_size(right)
+    left, right = (factor.transpose(1, 2).contiguous() for factor in (left, right))  # [n, k, m]: no copy of what lies in a file as out x in
     i = torch.tensor(left_of_head, device=left.device)
     j = torch.tensor(right_of_head, device=left.device)
-    H = len(left_of_head)
+    H, k = len(left_of_head), left.shape[1]
     gram = torch.empty(H, H, dtype=torch.float64, device=left.device)
-    rows = max(1, min(H // 4, BLOCK_ROWS // left.shape[2]))  # four blocks or more: little is computed twice
+    rows, share = max(1, BLOCK_ROWS // k), H // min(len(left), len(right))
+    rows = max(rows, share) if share <= 2 * rows else rows  # a block of heads that share takes their products once
     for start in range(0, H, rows):  # the part on and above the diagonal; G is symmetric
         block, rest = slice(start, min(start + rows, H)), slice(start, H)
-        lefts = _products(left, i[block], i[rest])
-        rights = _products(right, j[block], j[rest])
-        gram[block, rest] = lefts.mul_(rights).sum((1, 3), dtype=torch.float64)  # [a, k, b, k] -> [a, b]
+        products = _products(left, i[block], i[rest]).mul_(_products(right, j[block], j[rest]))
+        gram[block, rest] = block_sums(products, k)
     gram = gram.triu() + gram.triu(1).T
     size = left_size[i] * right_size[j]
     return gram * size.outer(size)
 
 
 def _products(factor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """F_i^T F_j for the given indices, each distinct pair once, as [len(rows), k, len(columns), k]; a fresh tensor."""
+    """F_i F_j^T for the given indices into [n, k, m], each distinct pair once, as [len(rows) k, len(columns) k]; a fresh tensor."""
+    k = factor.shape[1]
     distinct_rows, row_of = rows.unique(return_inverse=True)
     distinct_columns, column_of = columns.unique(return_inverse=True)
-    n, k = factor.shape[1:]
-    a = factor[distinct_rows].transpose(1, 2).reshape(-1, n)
-    b = factor[distinct_columns].transpose(1, 2).reshape(-1, n)
-    product = (a @ b.T).view(len(distinct_rows), k, len(distinct_columns), k)
-    return product[row_of][:, :, column_of]
+    product = product_of_rows(_chosen(factor, distinct_rows), _chosen(factor, distinct_columns))
+    if _counts_up(row_of) and _counts_up(column_of):  # nothing is shared
+        return product
+    return product.view(-1, k, len(distinct_columns), k)[row_of][:, :, column_of].flatten(2).flatten(0, 1)
+
+
+def _counts_up(numbers: Tensor) -> bool:
+    return bool((numbers == torch.arange(len(numbers), device=numbers.device)).all())
+
+
+def _chosen(factor: Tensor, which: Tensor) -> Tensor:
+    """Rows of the factors that are chosen, in ascending order: [n, k, m] -> [len(which) k, m], a view where they lie one after the other."""
+    first = int(which[0])
+    return (factor[first : first + len(which)] if _counts_up(which - first) else factor[which]).flatten(0, 1)
+
+
+def product_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b.T, [m, k] x [n, k] -> [m, n].
+
+    On the CPU float32 products of some size go to oneDNN: MKL, which torch takes, runs at half its speed on AMD's processors.
+    """
+    if a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and len(a) * b.numel() > SMALL and HAS_ONEDNN:
+        # rows one after the other: what lies otherwise may take oneDNN's reference code, a thousand times as slow
+        return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.contiguous(), None, "none", [], "")
+    return a @ b.T
+
+
+def block_sums(products: Tensor, k: int) -> Tensor:
+    """Sums of all blocks of k x k numbers: [a k, b k] -> [a, b] float64, along rows in float32, which keeps what float32 products are worth."""
+    rows = products.unflatten(1, (-1, k)).sum(2)
+    return rows.unflatten(0, (-1, k)).sum(1, dtype=torch.float64)
 
 
 def unit_size(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """factor: [n, …], each of the n divided by a power of two near its largest entry; returns it with those numbers in float64, [n]."""
-    largest = factor.abs().flatten(1).amax(1).double()
+    """factor: [n, …], each of the n divided by a power of two near its largest entry, unless all are of a safe size as they are.
+
+    Returns it with those numbers in float64, [n].
+    """
+    axes = tuple(range(1, factor.dim()))
+    largest = torch.maximum(factor.amax(axes), -factor.amin(axes)).double()
+    if bool(((largest > 1 / SAFE) & (largest < SAFE)).all()):
+        return factor, torch.ones_like(largest)
     limit = 125 if factor.dtype == torch.float32 else 1000  # a power of two that the type holds, and its inverse too
     size = torch.exp2(torch.frexp(largest)[1].clamp(-limit, limit).double())
     return factor * size.reciprocal().to(factor.dtype).view(-1, *[1] * (factor.dim() - 1)), size
