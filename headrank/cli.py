@@ -1,9 +1,11 @@
 """The command line: a thin function a command: parse, call, print."""
 
+import errno
+import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -320,18 +322,46 @@ def _exit_codes() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except HeadrankError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        print(f"Error: {_printable(str(error))}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         raise SystemExit(0) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_stdout()
+        print(f"Error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _drop_stdout() -> None:
+    """Python writes what is left in its buffer when it ends; nobody takes that any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _printable(text: str) -> str:
+    """Names in a checkpoint may hold what moves the cursor or changes colours: shown, not sent to the terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def _fit_surroundings() -> None:
+    """Takes away what surrounds a program and must not matter to this one."""
+    for handle, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us; another file would get its number
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_RDWR), handle)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (as long as the process)
+    os.environ.pop("MPLBACKEND", None)  # figures are drawn without one, and an unknown one stops the import
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it remarks on folders that it cannot write, and does without
 
 
 def main() -> None:
     """Runs the command line and exits; wrong usage exits with 2."""
+    _fit_surroundings()
     app(prog_name="headrank")
 
 

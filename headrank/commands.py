@@ -33,12 +33,22 @@ SHOWN_LAYERS: dict[str, LayerChoice] = {
 }
 
 
+class PlainConsole(Console):
+    """Prints text as it is, and lets the command line decide what follows when the reader has gone."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **settings)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Terminal:
     """Progress and remarks on stderr; nothing where quiet. The bar is drawn on terminals alone."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
-        self.console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False)
+        self.console = PlainConsole(stderr=True, soft_wrap=True)
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"), TimeRemainingColumn())
         self.bar = Progress(*columns, console=self.console, transient=True, disable=quiet or not self.console.is_terminal)
         self.task: TaskID | None = None
@@ -94,10 +104,11 @@ def publish(stem: str, options: "Shared | Deciding", work: Callable[[Terminal], 
             figure = report.figure()
             files = {suffix: figure_bytes(figure, suffix) for suffix in formats} | files
         written = folder.save(stem, files)
+        terminal.bar.stop()  # results stand in its place, not beside it
         if options.json:
             sys.stdout.write(document)
         else:
-            report.show(Console(markup=False, highlight=False, emoji=False))
+            report.show(PlainConsole())
         terminal.remark("Wrote " + ", ".join(map(str, written)))
     if report.faults:
         raise HeadrankError("\n".join(report.faults))
@@ -229,7 +240,7 @@ def run_inspect(path: str, reading: Reading, *, explain: bool, as_json: bool) ->
     if as_json:
         sys.stdout.write(tables.json_text({"schema": tables.SCHEMA, "command": "inspect", **known} | ({"explanation": entries} if explain else {})))
         return
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = PlainConsole()
     tables.print_facts(inspection.fact_lines(known), console)
     if explain:
         tables.print_cells(*inspection.explanation_cells(entries), console)

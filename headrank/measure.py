@@ -176,7 +176,7 @@ def measure(
     have = {layer.key for layer in known.layers} if known else set()
     missing = [layer for layer in chosen if layer.key not in have]
     last_kept = time.monotonic()
-    saved = work.saved_pass(store, key, missing, progress) if store else None
+    saved = work.saved_pass(store.folder, key, missing, progress) if store and store.folder else None
     for layers_done, grams, faults in work.run(missing, ref.label, progress, saved=saved):
         fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=layers_done, grams=grams, faults=faults)
         known = fresh.joined(known) if known else fresh
@@ -269,7 +269,7 @@ class _WeightsWork:
             progress.advance(done)
             yield (layer,), grams, faults
 
-    def saved_pass(self, store: Store, key: str, layers: Sequence[LayerFacts], progress: Progress) -> None:
+    def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress) -> None:
         """Layers are kept as they are: there is no pass to continue."""
 
     def gram(self, checkpoint: Any, layer: Any, circuit: str, **options: Any) -> Any:
@@ -340,12 +340,12 @@ class _ActivationsWork:
                 faults[name] = f"layer {layer}: {what} of head {', '.join(map(str, heads))} are not finite in {self.settings['dtype']}"
         yield tuple(layers), {name: gram for name, gram in grams.items() if name not in faults}, faults
 
-    def saved_pass(self, store: Store, key: str, layers: Sequence[LayerFacts], progress: Progress) -> "SavedPass":
+    def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress) -> "SavedPass":
         """Where the pass over these layers saves its sums."""
         from headrank.resume import SavedPass
 
         names = [layer.key for layer in layers]
-        return SavedPass(store.folder, on_fault=progress.remark, key=key, layers=names, circuits=self.circuits, batch_size=self.asked.batch_size)
+        return SavedPass(folder, on_fault=progress.remark, key=key, layers=names, circuits=self.circuits, batch_size=self.asked.batch_size)
 
 
 def form_of(settings: Settings) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def named_models(models: Sequence[str]) -> list[ModelRef]:
             label, path = default_label(model), model
         if not path or not label:
             raise HeadrankError(f"{model!r}: a model is given as PATH or LABEL=PATH")
-        refs.append(ModelRef(label=label, path=path))
+        text = label.encode(errors="surrogateescape").decode(errors="replace")  # a name on disk may hold bytes that are none
+        refs.append(ModelRef(label=text, path=path))
     labels = [ref.label for ref in refs]
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
         raise HeadrankError(f"two models are called {repeated[0]!r}; give each a name of its own: LABEL=PATH")

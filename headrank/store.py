@@ -18,6 +18,7 @@ from headrank.measures import GRAMS
 from headrank.output import replace_atomically
 
 SCHEMA = 1
+TOKENS = {"source": str, "sha256": str, "n_sequences": int, "seq_len": int, "n_tokens": int, "seed": int}
 T = TypeVar("T")
 
 
@@ -83,7 +84,7 @@ class Measurement:
     settings: dict[str, Any]
     """Every setting that changes a number."""
     tokens: dict[str, Any] | None
-    """What was fed: name, sha256, sequences, tokens; None for weights."""
+    """What was fed: the entries of TOKENS; None for weights."""
     layers: tuple[LayerFacts, ...]
     """The layers that were measured."""
     grams: dict[str, NDArray[np.float64]]
@@ -185,6 +186,9 @@ def _checked(measurement: Measurement) -> Measurement:
     heads = {layer.key: layer.n_head for layer in measurement.layers}
     if len(heads) < len(measurement.layers) or any(layer.index < 0 or not 1 <= layer.n_kv_head <= layer.n_head for layer in measurement.layers):
         raise ValueError("its list of layers is impossible")
+    fed = measurement.tokens
+    if fed is not None and {name: type(value) for name, value in fed.items()} != TOKENS:
+        raise ValueError("what it says of the tokens is not what a measurement says")
     for name, gram in measurement.grams.items():
         H = heads.get(name.partition("/")[2])
         if H is None or gram.dtype != np.float64 or gram.ndim != 3 or not len(gram) or gram.shape[1:] != (H, H) or not np.isfinite(gram).all():
@@ -199,7 +203,8 @@ def _checked(measurement: Measurement) -> Measurement:
 class Store:
     """A folder of measurements, found by what they were made of. Where it cannot be written, nothing is kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
+        """folder: None where there is none to keep anything in."""
         self.folder = folder
 
     @classmethod
@@ -207,6 +212,8 @@ class Store:
         """$HEADRANK_CACHE, else headrank in $XDG_CACHE_HOME, else in ~/.cache."""
         named = os.environ.get("HEADRANK_CACHE")
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        if not named and base.startswith("~"):  # a user without a home that the system knows
+            return cls(None)
         return cls(Path(named) if named else Path(base) / "headrank")
 
     @staticmethod
@@ -216,6 +223,8 @@ class Store:
 
     def find(self, key: str) -> Measurement | None:
         """The measurement of that key, or None; a broken file counts as none."""
+        if self.folder is None:
+            return None
         path = self.folder / f"{key}.safetensors"
         try:
             return read_measurement(path) if path.is_file() else None
@@ -224,6 +233,8 @@ class Store:
 
     def keep(self, key: str, measurement: Measurement) -> str | None:
         """Writes the measurement. Returns why not, where the folder cannot be written."""
+        if self.folder is None:
+            return "measurements are not kept: there is no home folder; name one with HEADRANK_CACHE"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_measurement(measurement, self.folder / f"{key}.safetensors")

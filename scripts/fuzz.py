@@ -9,6 +9,8 @@ gave a result, and the refusals by kind. Whatever else happens is a failure: its
 
 import argparse
 import contextlib
+import copy
+import io
 import json
 import multiprocessing
 import os
@@ -96,7 +98,7 @@ def document_changed(document: Any, rng: random.Random) -> Any:
     for _ in range(rng.choice((1, 1, 2, 3))):
         owner, key = _place(document, rng)
         if owner is None:
-            return rng.choice(VALUES)
+            return copy.deepcopy(rng.choice(VALUES))
         match rng.randrange(8):
             case 0:
                 del owner[key]
@@ -105,11 +107,11 @@ def document_changed(document: Any, rng: random.Random) -> Any:
             case 2 if isinstance(owner[key], int):
                 owner[key] += rng.choice((-1, 1, 2, 1 << 31))
             case 3 if isinstance(owner, dict):
-                owner[key] = owner[rng.choice(list(owner))]
+                owner[key] = copy.deepcopy(owner[rng.choice(list(owner))])
             case 4 if isinstance(owner[key], list):
-                owner[key] = owner[key] * rng.choice((0, 2, 50))
+                owner[key] = [copy.deepcopy(entry) for _ in range(rng.choice((0, 2, 50))) for entry in owner[key]]
             case _:
-                owner[key] = rng.choice(VALUES)
+                owner[key] = copy.deepcopy(rng.choice(VALUES))
     return document
 
 
@@ -365,9 +367,9 @@ def _measurement(source: str) -> Callable[[Path], Path]:
 # Readers
 
 
-def _report(path: Path, source: str = "weights") -> None:
-    """From a file to the document that is written."""
-    from headrank import tables
+def _report(path: Path, source: str = "weights", *, draw: bool = False) -> None:
+    """From a file to all that is shown of it."""
+    from headrank import commands, tables
     from headrank.measure import Settings, measure
     from headrank.results import Results, model_result
     from headrank.selection import ModelRef
@@ -382,14 +384,21 @@ def _report(path: Path, source: str = "weights") -> None:
                     raise AssertionError(f"effective rank {layer.effective_rank} of {layer.facts.n_head} heads")
             tables.json_text(tables.document(results))
             tables.csv_text(results)
+            if draw and circuit == "ov" and not is_centered:
+                tables.render(results, commands.PlainConsole(file=io.StringIO()))
+                commands.draw(results)
 
 
 def _report_folder(file: Path) -> None:
     _report(file.parent)
 
 
-def _report_activations(file: Path) -> None:
-    _report(file, "activations")
+def _report_stored(file: Path) -> None:
+    _report(file, draw=True)
+
+
+def _report_stored_activations(file: Path) -> None:
+    _report(file, "activations", draw=True)
 
 
 def _read_family(file: Path) -> None:
@@ -433,8 +442,8 @@ def formats() -> dict[str, Format]:
         "npy": Format(write=_npy, mutations=(bytes_changed, npy_header_changed), read=_read_tokens),
         "bin": Format(write=_bin, mutations=(bytes_changed,), read=_read_tokens),
         "tokenizer": Format(write=_tokenizer, mutations=of_json, read=_read_tokenizer),
-        "measurement": Format(write=_measurement("weights"), mutations=of_measurement, read=_report),
-        "measurement-activations": Format(write=_measurement("activations"), mutations=of_measurement, read=_report_activations),
+        "measurement": Format(write=_measurement("weights"), mutations=of_measurement, read=_report_stored),
+        "measurement-activations": Format(write=_measurement("activations"), mutations=of_measurement, read=_report_stored_activations),
         "pickle": Format(write=_pickle(True), mutations=(bytes_changed,), read=_report_folder),
         "pickle-legacy": Format(write=_pickle(False), mutations=(bytes_changed,), read=_report_folder),
     }
