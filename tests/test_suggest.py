@@ -119,9 +119,7 @@ def test_lrkv_loses_nothing_from_the_rank_of_what_heads_do_not_share() -> None:
     generator = torch.Generator().manual_seed(5)
     own = torch.randn(17, 2, generator=generator, dtype=torch.float64) @ torch.randn(2, 6, generator=generator, dtype=torch.float64)
     one = random_heads(n_units=1)
-    heads = Heads(
-        W_Q=one.W_Q.repeat(2, 1, 1, 1), W_K=torch.cat((one.W_K + own, one.W_K - own)), W_V=one.W_V.repeat(2, 1, 1), W_O=one.W_O.repeat(2, 1, 1, 1)
-    )
+    heads = Heads(W_Q=one.W_Q.repeat(2, 1, 1, 1), W_K=torch.cat((one.W_K + own, one.W_K - own)), W_V=one.W_V.repeat(2, 1, 1), W_O=one.W_O.repeat(2, 1, 1, 1))
     losses = lrkv_losses(heads, Turns())
     assert len(losses) == 3  # from rank 3 on, (6 + 4) + 2 * 2 * r numbers are more than the 2 * (6 + 4) of plain heads
     squares = torch.linalg.svdvals(own).square()
