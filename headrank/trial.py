@@ -66,7 +66,7 @@ def try_out(
     checkpoint = open_checkpoint(ref.path)
     config = plain_config(checkpoint)
     architecture = describe(checkpoint)
-    if folder.resolve() == checkpoint.path.resolve():
+    if any(file.resolve().parent == folder.resolve() for file in checkpoint.files):
         raise HeadrankError(f"{folder}: the checkpoint itself; choose another folder with -o DIR")
     check_free(folder, force=force)
     sequences = sequences_to_feed(checkpoint, architecture, settings)

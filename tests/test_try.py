@@ -40,7 +40,9 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(planted: Path, **other: Any) -> Settings:
-    return replace(Settings(source="weights", tokens=(planted.parent / "tokens.npy",), n_sequences=48, device="cpu"), **other)
+    return replace(
+        Settings(source="weights", tokens=((planted if planted.is_dir() else planted.parent).parent / "tokens.npy",), n_sequences=48, device="cpu"), **other
+    )
 
 
 def trial(planted: Path, folder: Path, **request: Any) -> dict[str, Any]:
@@ -259,8 +261,9 @@ def test_either_groups_or_heads_to_remove_must_be_given(planted: Path, tmp_path:
 
 
 def test_nothing_of_the_users_is_overwritten(planted: Path, tmp_path: Path) -> None:
-    with pytest.raises(HeadrankError, match="the checkpoint itself; choose another folder with -o DIR"):
-        trial(planted, planted, n_groups=2)
+    for itself in (planted, planted / "model.safetensors"):
+        with pytest.raises(HeadrankError, match="the checkpoint itself; choose another folder with -o DIR"):
+            trial(itself, planted, n_groups=2)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "notes.txt").write_text("mine")
     with pytest.raises(HeadrankError, match="kept: not written by headrank try\nMove it, choose another folder with -o DIR, or pass --force"):
