@@ -168,6 +168,7 @@ def measure(
         d_head=architecture.d_head,
         n_parameters=architecture.n_parameters,
         kv_values_per_token=architecture.kv_values_per_token,
+        kv_values_per_token_of_mha=architecture.kv_values_per_token_of_mha,
         trained=_trained(checkpoint.path),
     )
     work = _WeightsWork(checkpoint, architecture, settings) if settings.source == "weights" else _ActivationsWork(checkpoint, architecture, settings)

@@ -69,6 +69,8 @@ class ModelFacts:
     """Parameters."""
     kv_values_per_token: int
     """Numbers that the KV cache holds for one token, all layers."""
+    kv_values_per_token_of_mha: int = 0
+    """What the cache would hold if every query head had keys and values of its own; 0 where nothing is cached."""
     trained: dict[str, Any] = field(default_factory=dict)
     """tokens_seen and validation_loss, where the checkpoint's training.json says them."""
 

@@ -228,18 +228,13 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _budget(request: Request, architecture: Architecture) -> int:
     """Bytes for one token. Raises HeadrankError where the request says neither bytes nor a percentage."""
-    plain = _plain_values(architecture) * request.bytes_per_value
+    plain = architecture.kv_values_per_token_of_mha * request.bytes_per_value
     text = request.budget.strip()
     if match := PERCENT.fullmatch(text):
         return int(float(match[1]) / 100 * plain)
     if text.isdecimal():
         return int(text)
     raise HeadrankError(f"--budget {request.budget!r} is neither a number of bytes a token nor a percentage of plain heads; give 8192 or 50%")
-
-
-def _plain_values(architecture: Architecture) -> int:
-    """Numbers that plain heads, MHA, would cache for one token: 2 H d_head a layer."""
-    return sum(layer.n_head * (layer.d_qk + layer.d_v) for layer in architecture.layers if layer.kv_values_per_token)
 
 
 def lrkv_losses(heads: Heads, turns: Turns) -> Array:
@@ -283,7 +278,7 @@ def _ranks(
     budget: int,
     request: Request,
 ) -> dict[str, Any]:
-    plain = _plain_values(architecture) * request.bytes_per_value
+    plain = architecture.kv_values_per_token_of_mha * request.bytes_per_value
     asked = {"budget_bytes_per_token": budget, "bytes_per_value": request.bytes_per_value, "plain_bytes_per_token": plain}
     missing = [entry["layer"] for entry in entries if "reason" in entry]
     reason = (

@@ -23,10 +23,10 @@ class Row:
         return self.plain.model.kv_values_per_token * BYTES_PER_VALUE
 
     @property
-    def kv_percent_of_mha(self) -> float:
-        """The same as a percentage of full heads' cache, 2 H d_head a layer."""
-        full = sum(2 * layer.facts.n_head * self.plain.model.d_head for layer in self.plain.layers)
-        return 100 * self.plain.model.kv_values_per_token / full
+    def kv_percent_of_mha(self) -> float | None:
+        """The same as a percentage of what full heads' cache would hold; None where nothing is cached, as in an encoder."""
+        full = self.plain.model.kv_values_per_token_of_mha
+        return 100 * self.plain.model.kv_values_per_token / full if full else None
 
     @property
     def most_similar(self) -> tuple[float, str, tuple[int, int]] | None:
@@ -87,6 +87,8 @@ def row_document(row: Row) -> dict[str, Any]:
     entry["dead_heads"] = row.n_dead
     entry["kv_bytes_per_token"] = row.kv_bytes_per_token
     entry["kv_percent_of_mha"] = row.kv_percent_of_mha
+    if row.kv_percent_of_mha is None:
+        entry["kv_reason"] = "nothing is cached: the model reads all tokens at once"
     entry["n_parameters"] = model.n_parameters
     return entry
 
@@ -105,7 +107,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
         f"{row.most_similar[0]:.3f} (L={row.most_similar[1]}: {row.most_similar[2][0]}, {row.most_similar[2][1]})" if row.most_similar else "-"
     ),
     "Dead": lambda row: str(row.n_dead),
-    "KV B/token": lambda row: f"{row.kv_bytes_per_token:,}",
+    "KV B/token": lambda row: f"{row.kv_bytes_per_token:,}" if row.kv_bytes_per_token else "-",
     "% of MHA": lambda row: _number(row.kv_percent_of_mha, 1),
     "Parameters": lambda row: f"{row.plain.model.n_parameters:,}",
 }

@@ -136,6 +136,7 @@ def _architecture(checkpoint: Checkpoint, row: Row, stacks: list[Stack]) -> Arch
         context=facts.optional("context"),
         n_parameters=_count_parameters(checkpoint),
         kv_values_per_token=sum(layer.kv_values_per_token for layer in layers),
+        kv_values_per_token_of_mha=sum(layer.n_head * (layer.d_qk + layer.d_v) for layer in layers if layer.kv_values_per_token),
         folded=tuple({text: None for stack in stacks for text in stack.folded}),
         remarks=(*checkpoint.remarks, *{text: None for stack in stacks for text in stack.remarks}),
     )

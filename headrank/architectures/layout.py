@@ -126,6 +126,8 @@ class Architecture:
     n_parameters: int
     kv_values_per_token: int
     """Numbers that a cache holds for one token, all layers together."""
+    kv_values_per_token_of_mha: int
+    """Numbers that it would hold if every query head had keys and values of its own."""
     folded: tuple[str, ...]
     """What the factors include beside the matrices, unless they are taken raw."""
     remarks: tuple[str, ...] = ()
