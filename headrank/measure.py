@@ -316,8 +316,8 @@ class _ActivationsWork:
         from headrank.forward import load_runner, pass_over
 
         runner = load_runner(self.checkpoint, self.architecture, device=self.device, dtype=self.dtype)
-        N = len(self.sequences.ids)
-        progress.start(label, N, "sequences")
+        N, T = self.sequences.ids.shape
+        progress.start(f"{label}, {len(layers)} layers", N * T, "tokens")
         grams = pass_over(
             runner,
             self.sequences,
@@ -329,7 +329,7 @@ class _ActivationsWork:
             skip_first=self.asked.skip_first,
             n_groups=min(N, MAX_GROUPS),
             saved=saved,
-            on_batch=lambda done, total: progress.advance(done),
+            on_batch=lambda done, total: progress.advance(done * T),
             remark=progress.remark,
         )
         faults = {}
