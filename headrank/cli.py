@@ -1,6 +1,7 @@
 """The command line: a thin function a command: parse, call, print."""
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -308,6 +309,31 @@ def report(
         run_report(options, null=null)
 
 
+@app.command("selfcheck", cls=SpreadCommand, epilog="Example: headrank selfcheck checkpoints/128M/mha")
+def selfcheck(
+    model: Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint: folder, file or hub id.")],
+    layer: Annotated[list[int] | None, typer.Option(help="Layers to check [default: an early, a middle and a late one].")] = None,
+    source: Annotated[Source | None, typer.Option(help="Check the weights or the activations alone.")] = None,
+    config: Annotated[Path | None, typer.Option(help="config.json of a file that has none.")] = None,
+    layout: Annotated[Path | None, typer.Option(help="TOML file that describes an architecture that is not in the table.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="LoRA adapter to add to the weights.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Which of a nanochat folder's models [default: the last].")] = None,
+    part: Annotated[Part, typer.Option(help="Part of a multimodal model.")] = Part.text,
+    text: Annotated[list[Path] | None, typer.Option(help="Text file to feed; the bundled text by default.")] = None,
+    tokens: Annotated[list[Path] | None, typer.Option(help="Token ids to feed: .npy, or .bin of 16-bit numbers.")] = None,
+    device: Annotated[Device, typer.Option(help="Where the forward pass runs.")] = Device.auto,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
+) -> None:
+    """Do the numbers come out of this checkpoint as they should? Invariances on its real heads, and written-out attention on a few tokens."""
+    with _exit_codes():
+        from headrank.measure import Reading
+        from headrank.selfcheck_command import run_selfcheck
+
+        reading = Reading(config=config, layout=layout, adapter=adapter, step=step, part=part.value)
+        chosen = source and source.value
+        run_selfcheck(model, reading, layers=layer or (), source=chosen, text=text or (), tokens=tokens or (), device=device.value, seed=seed)
+
+
 def _report(command: str, options: Shared) -> None:
     with _exit_codes():
         from headrank.commands import run
@@ -355,6 +381,9 @@ def _fit_surroundings() -> None:
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_RDWR), handle)
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (as long as the process)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a letter that it cannot show is no reason to stop
     os.environ.pop("MPLBACKEND", None)  # figures are drawn without one, and an unknown one stops the import
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it remarks on folders that it cannot write, and does without
 

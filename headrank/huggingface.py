@@ -116,7 +116,7 @@ class TransformersRunner:
             recorder.move_tokens(order)
         if not self.places:
             self._look(None)
-        self._forward(self._inputs(ids, valid), _Recording(self, recorder))
+        self._forward(self.inputs(ids, valid), _Recording(self, recorder))
 
     def feed(self, inputs: Mapping[str, Tensor], recorder: Recorder) -> None:
         """One pass over inputs by name, unpadded: for models that read pictures or sound."""
@@ -140,7 +140,8 @@ class TransformersRunner:
         """An error that names the architecture and the way out."""
         return HeadrankError(f"{self.name}: activations of {type(self.model).__name__} cannot be measured: {why}; use --source weights")
 
-    def _inputs(self, ids: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+    def inputs(self, ids: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        """Arguments of the model for ids [B, T]; valid: [B, T], False where padding, which comes last."""
         if self.model.main_input_name != "input_ids":
             raise self.refusal(f"it reads {self.model.main_input_name}, not tokens")
         config = self.model.config
@@ -168,7 +169,7 @@ class TransformersRunner:
             middle = torch.arange(2 * PROBE_TOKENS, device=self.model.device).view(2, -1) + self.vocab_size // 2  # special tokens are at the ends
             ids, valid = middle % self.vocab_size, torch.ones_like(middle, dtype=torch.bool)
             valid[1, PROBE_TOKENS - 3 :] = False
-            variants = [(self._inputs(ids, valid), valid), (self._inputs(ids, None), None)]
+            variants = [(self.inputs(ids, valid), valid), (self.inputs(ids, None), None)]
         if not self.bypasses:
             if self.model.config._attn_implementation == NAME:
                 self._switch("eager")

@@ -15,7 +15,7 @@ FLOORS = [
     "errors diversity gram accumulators moments intervals alignment grouping ranks measures definitions",
     "config checkpoints architectures output options resume svg",
     "factors kernels rotary tokens model store selection null merging regroup anatomy",
-    "forward huggingface hf_loading results dynamics summary tables figures inspection agreement report page",
+    "forward huggingface hf_loading eager selfcheck results dynamics summary tables figures inspection agreement report page",
     "measure",
     "commands suggest trial",
     "decisions",
