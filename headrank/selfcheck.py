@@ -224,13 +224,14 @@ def heads_checks(runner: Runner, checkpoint: Checkpoint, architecture: Architect
     hidden = heads.hidden[:, 0].double().cpu()
     for circuit, names in (("qk", ("q", "k")), ("ov", ("v",))):
         factors = head_factors(checkpoint, architecture, layer, circuit, raw=True)
-        for name, factor in zip(names, (factors.left, factors.right), strict=False):
+        sides = ((factors.left, factors.left_of_head), (factors.right, factors.right_of_head))
+        for name, (factor, of_head) in zip(names, sides, strict=False):
             ran: Tensor | None = getattr(heads, name)
             if ran is None or not is_linear(getattr(layer, name)) or (layer.group == "cross" and name != "q"):
                 continue
-            cut = torch.einsum("nd,hdk->hnk", hidden, factor.double())
-            ran = ran[..., 0, :].double().cpu().transpose(0, 1)  # [G, N, D]
-            cut, ran = (x.repeat_interleave(layer.n_head // len(x), 0) for x in (cut, ran))
+            cut = torch.einsum("nd,hdk->hnk", hidden, factor.double())[list(of_head)]  # [H, N, D]
+            ran = ran[..., 0, :].double().cpu().transpose(0, 1)
+            ran = ran.repeat_interleave(layer.n_head // len(ran), 0)
             differences = products_apart(ran - ran.mean(1, keepdim=True), cut - cut.mean(1, keepdim=True))
             directions = products_apart(normalize(ran, dim=-1), normalize(cut, dim=-1))
             words = {"q": "queries", "k": "keys", "v": "values"}[name]
