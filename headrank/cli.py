@@ -300,13 +300,14 @@ def lrkv(options: Shared) -> None:
 @with_options(Shared, without=("layer", "centered", "format"))
 def report(
     null: Annotated[bool, typer.Option("--null/--no-null", help="Compare with random heads of the same geometry.")] = True,
+    decide: Annotated[bool, typer.Option("--suggest/--no-suggest", help="Say what the weights suggest; slow for billions of parameters.")] = True,
     options: Shared = Shared(),
 ) -> None:
     """One HTML page that opens from disk: all layers, both circuits, figures, tables, and where the numbers come from."""
     with _exit_codes():
         from headrank.report_command import run_report
 
-        run_report(options, null=null)
+        run_report(options, null=null, decide=decide)
 
 
 @app.command("selfcheck", cls=SpreadCommand, epilog="Example: headrank selfcheck checkpoints/128M/mha")

@@ -140,8 +140,19 @@ def show_suggestions(models: Iterable[dict[str, Any]], console: Console) -> None
         for columns in [groups, numbers] if is_wide else [[*groups, *numbers]]:
             shown = [("Layer", _layer_name), *columns]
             tables.print_cells([name for name, _ in shown], [tuple(cell(entry) for _, cell in shown) for entry in model["layers"]], console)
-        for line in (*_join_lines(model["join"]), *_rank_lines(model["ranks"]), *_duplicate_lines(model["duplicates"])):
+        for line in _lines(model):
             console.print(line)
+
+
+def suggestion_cells(model: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+    """What is suggested for a model as text: names of columns, a row a layer, and what it comes to, line by line."""
+    columns = [("Layer", _layer_name), *_group_columns(model), *_number_columns(model)]
+    rows = [[cell(entry) for _, cell in columns] for entry in model["layers"]]
+    return [name for name, _ in columns], rows, _lines(model)
+
+
+def _lines(model: dict[str, Any]) -> list[str]:
+    return [*_join_lines(model["join"]), *_rank_lines(model["ranks"]), *_duplicate_lines(model["duplicates"])]
 
 
 def _layer_name(entry: dict[str, Any]) -> str:

@@ -31,7 +31,19 @@ class Plot:
     """As headrank.svg.inline_svg makes it."""
 
 
-def report_page(document: Document, plots: Sequence[Plot]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What is suggested for one model, as text."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """A layer each."""
+    lines: Sequence[str]
+    """What it comes to."""
+
+
+def report_page(document: Document, plots: Sequence[Plot], advice: Sequence[Advice] = ()) -> str:
     """The page. All its numbers are the document's; whatever a label or a path holds stays text."""
     script = (PARTS / "script.js").read_text(encoding="utf-8")
     slots: dict[str, str] = {
@@ -45,6 +57,7 @@ def report_page(document: Document, plots: Sequence[Plot]) -> str:
         "summary": _summary(document),
         "plots": _plots(document, plots),
         "layers": _side_by_side(document),
+        "decisions": _decisions(advice),
         "models": _models(document),
         "settings": _settings(document),
         "definitions": _definitions(document),
@@ -204,6 +217,20 @@ def _plots(document: Document, plots: Sequence[Plot]) -> str:
         )
         sections.append(f'<section><h3>{circuit.upper()}: {CIRCUITS[circuit]}</h3><div class="plots">{shown}</div></section>')
     return "".join(sections)
+
+
+def _decisions(advice: Sequence[Advice]) -> str:
+    if not advice:
+        return "<p>No suggestions were asked for, or no weights were at hand to make them from.</p>"
+    return "".join(_advised(one) for one in advice)
+
+
+def _advised(advice: Advice) -> str:
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in advice.columns)
+    rows = "".join(f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>' for row in advice.rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    lines = "".join(f"<li>{escape(line)}</li>" for line in advice.lines)
+    return f"<section><h3>{escape(advice.name)}</h3><ul>{lines}</ul>{_scrolling(f'Suggestions for {advice.name}, a layer a row', table)}</section>"
 
 
 GEOMETRY = {"layers": "n_layer", "heads": "n_head", "KV heads": "n_kv_head", "d_model": "d_model", "d_head": "d_head", "parameters": "n_parameters"}

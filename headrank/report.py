@@ -30,10 +30,12 @@ class CircuitResults:
     centered: Results
 
 
-def report_document(circuits: Mapping[str, CircuitResults], *, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def report_document(
+    circuits: Mapping[str, CircuitResults], *, measured: Sequence[Mapping[str, Any]], suggested: Mapping[int, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Ready for JSON. An undefined value is None with a `reason` beside it. Similarities are rounded to DIGITS decimals, nothing else is.
 
-    measured: the settings with which each model was measured, in the models' order.
+    measured: the settings with which each model was measured, in the models' order. suggested: a model's place -> its suggestions.
     """
     first = next(iter(circuits.values())).plain
     document = tables.document(replace(first, command="report"))
@@ -43,6 +45,8 @@ def report_document(circuits: Mapping[str, CircuitResults], *, measured: Sequenc
         entry["kv_bytes_per_token"] = row.kv_bytes_per_token
         entry["kv_percent_of_mha"] = row.kv_percent_of_mha
         entry["measured"] = dict(how)
+        if suggested and place in suggested:
+            entry["suggestions"] = {name: suggested[place][name] for name in ("join", "ranks", "duplicates", "layers")}
         entry["circuits"] = {circuit: documents[place] for circuit, documents in parts.items()}
     plain_models = [model for results in circuits.values() for model in results.plain.models]
     terms = definitions(

@@ -2,25 +2,28 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from headrank import summary, tables
 from headrank.commands import Report, Terminal, choose_models, publish, settings_of
+from headrank.decisions import suggestion_cells
 from headrank.measure import Reading, Settings, all_layers, form_of, measure
-from headrank.measures import circuit_of, find_measure, gram_name
-from headrank.page import Plot, report_page
+from headrank.measures import OPERATOR, circuit_of, find_measure, gram_name
+from headrank.page import Advice, Plot, report_page
 from headrank.report import CircuitResults, report_document
 from headrank.results import Results, model_result
 from headrank.selection import ModelRef, early_middle_late
-from headrank.store import Measurement, Store
+from headrank.store import Measurement, Store, is_measurement
+from headrank.suggest import Request, suggest
 
 if TYPE_CHECKING:
     from headrank.cli import Shared
 
 
-def run_report(options: "Shared", *, null: bool) -> None:
+def run_report(options: "Shared", *, null: bool, decide: bool) -> None:
     """Carries out report."""
     settings = settings_of(options, null=null)
     shown = _circuits(options, settings)
@@ -31,7 +34,9 @@ def run_report(options: "Shared", *, null: bool) -> None:
         measurements = [measure(ref, settings, layers=all_layers, store=store, progress=terminal) for ref in refs]
         circuits = {circuit: _results(circuit, refs, measurements, settings) for circuit in shown}
         measured = [{name: value for name, value in measurement.settings.items() if name != "tokens"} for measurement in measurements]
-        document = report_document(circuits, measured=measured)
+        suggested = _suggestions(refs, settings, store, terminal) if decide else {}
+        document = report_document(circuits, measured=measured, suggested=suggested)
+        advice = [_advice(refs[place].label, model) for place, model in suggested.items()]
 
         def show(console: Console) -> None:
             for circuit, results in circuits.items():
@@ -40,13 +45,27 @@ def run_report(options: "Shared", *, null: bool) -> None:
 
         return Report(
             document=document,
-            texts={"html": report_page(document, list(_plots(circuits)))},
+            texts={"html": report_page(document, list(_plots(circuits)), advice)},
             figure=None,
             show=show,
             faults=list(dict.fromkeys(fault for results in circuits.values() for fault in results.plain.faults)),
         )
 
     publish("report", options, work, texts=("html",), has_figure=False)
+
+
+def _suggestions(refs: Sequence[ModelRef], settings: Settings, store: Store, terminal: Terminal) -> dict[int, dict[str, Any]]:
+    """A model's place -> what its weights suggest; none for measurement files, nor where weights are read in a way of their own."""
+    if settings.reading != Reading():
+        return {}
+    plain = replace(settings, source="weights", measure=OPERATOR, rope_offset=0, rope_mean=None, raw=False, null=False)
+    readable = [place for place, ref in enumerate(refs) if not (Path(ref.path).is_file() and is_measurement(Path(ref.path)))]
+    return {place: suggest(refs[place], Request(), plain, store=store, progress=terminal) for place in readable}
+
+
+def _advice(label: str, model: dict[str, Any]) -> Advice:
+    columns, rows, lines = suggestion_cells(model)
+    return Advice(name=label, columns=columns, rows=rows, lines=lines)
 
 
 def _circuits(options: "Shared", settings: Settings) -> list[str]:

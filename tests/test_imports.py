@@ -23,7 +23,7 @@ FLOORS = [
     "__main__",
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
-LIKE = {"_command": "commands", "_figure": "figures", "_tables": "tables"}  # ending -> the module on whose floor such ones stand
+LIKE = {"_command": "decisions", "_figure": "figures", "_tables": "tables"}  # ending -> the module on whose floor such ones stand
 
 
 def room(module: str) -> str:

@@ -313,7 +313,21 @@ def test_a_measurement_file_stands_for_its_model(written: Written, tmp_path: Pat
     assert CliRunner().invoke(app, ["measure", written.models[1], "--sequences", "9", "-o", str(file)]).exit_code == 0
     done = CliRunner().invoke(app, ["report", f"GQA={file}", "--json", "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["models"] == [written.document["models"][1]]
+    direct = written.document["models"][1]
+    assert direct["suggestions"]["ranks"]
+    assert json.loads(done.stdout)["models"] == [{name: value for name, value in direct.items() if name != "suggestions"}]  # which need weights
+
+
+def test_suggestions_stand_on_the_page_as_in_the_document(written: Written) -> None:
+    root = Tree(written.page.read_text(encoding="utf-8")).root
+    section = next(one for one in root.all("section") if one.attributes.get("id") == "decisions")
+    rows = [row for table in section.all("table") for row in table.all("tbody")[0].all("tr")]
+    entries = [entry for model in written.document["models"] for entry in model["suggestions"]["layers"]]
+    assert len(rows) == len(entries) > 0
+    for row, entry in zip(rows, entries, strict=True):
+        assert row.all("th")[0].text == str(entry["layer"])
+        if "groups" in entry:
+            assert "|".join(" ".join(map(str, group)) for group in entry["groups"]) in row.text
 
 
 def test_stacks_have_rows_of_their_own() -> None:
