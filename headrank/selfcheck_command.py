@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 N_TOKENS = 12  # of a sequence; scores of all pairs are written out
 N_SINGLE = 6  # tokens that are fed alone
-BYTES_PER_PARAMETER = 4  # of the forward pass, in float32
+BYTES_PER_PARAMETER = 8  # float32, and as much while some formats are loaded
 VOCABULARY = 256  # where a checkpoint does not say how large it is
 
 
@@ -84,7 +84,7 @@ def _prepare(
     place = torch.device(device_name(device))
     needed, free = architecture.n_parameters * BYTES_PER_PARAMETER, _free_memory()
     if place.type == "cpu" and free is not None and needed > free:
-        raise HeadrankError(f"the model takes {needed / 1e9:.1f} GB in float32, of which {free / 1e9:.1f} GB are free")
+        raise HeadrankError(f"loading the model may take {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free")
     T = min(architecture.context or N_TOKENS, N_TOKENS)
     settings = Settings(text=tuple(text), tokens=tuple(tokens), seq_len=T, n_sequences=3, seed=seed)
     generator = torch.Generator().manual_seed(seed)
