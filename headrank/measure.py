@@ -199,7 +199,7 @@ def measure(
             progress.remark(why_not)
         elif saved:
             saved.remove()
-    return replace(known, model=model, layers=tuple(chosen))
+    return replace(known, model=model, layers=tuple(chosen), null=known.null if settings.null else {})
 
 
 def _stored(measurement: Measurement, settings: Settings, layers: LayerChoice, ref: ModelRef) -> Measurement:
@@ -209,7 +209,8 @@ def _stored(measurement: Measurement, settings: Settings, layers: LayerChoice, r
     if held != asked:
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in held.items() if value != FORM[name]) or "the plain measure"
         raise HeadrankError(f"{ref.path}: was measured with {flags}; ask for that, or give the checkpoint")
-    return replace(measurement, layers=tuple(resolve_layers(list(layers(measurement.layers)), measurement.layers, label=ref.label)))
+    chosen = tuple(resolve_layers(list(layers(measurement.layers)), measurement.layers, label=ref.label))
+    return replace(measurement, layers=chosen, null=measurement.null if settings.null else {})
 
 
 def _check_settings(settings: Settings) -> None:

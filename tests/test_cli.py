@@ -121,6 +121,12 @@ def test_a_layer_is_measured_alone_with_the_same_numbers(run: Run, family: Path)
     assert alone == later
 
 
+def test_what_the_store_holds_beside_changes_nothing(run: Run, family: Path) -> None:
+    before = run("effrank", *tiny(family), "--sequences", 9, "--json").stdout
+    run("table", *tiny(family), "--sequences", 9)  # stores the null as well
+    assert run("effrank", *tiny(family), "--sequences", 9, "--json").stdout == before
+
+
 def test_models_are_given_by_path_with_and_without_a_label(run: Run, family: Path) -> None:
     mha = family / "checkpoints" / "tiny" / "mha"
     result = run("effrank", mha, f"Mine={mha}", "--source", "weights", "--json")
