@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrank.errors import HeadrankError
-from headrank.tokens import load_tokenizer
+from headrank.tokens import encoded, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def load_tokenizer_ids(path: Path, texts: Sequence[str], *, gguf_file: str | Non
         fast = load_tokenizer(folder / "tokenizer.json")
 
         def encode(text: str, special: bool) -> list[int]:
-            return fast.encode(text, add_special_tokens=special).ids
+            return encoded(fast, text, path=folder / "tokenizer.json", special=special)
     else:
         transformers = _transformers()
         options = {"gguf_file": gguf_file} if gguf_file else {}

@@ -19,6 +19,7 @@ from headrank.output import replace_atomically
 
 SCHEMA = 1
 TOKENS = {"source": str, "sha256": str, "n_sequences": int, "seq_len": int, "n_tokens": int, "seed": int}
+MOST_HEADS = 1 << 14
 T = TypeVar("T")
 
 
@@ -191,6 +192,9 @@ def _checked(measurement: Measurement) -> Measurement:
     fed = measurement.tokens
     if fed is not None and {name: type(value) for name, value in fed.items()} != TOKENS:
         raise ValueError("what it says of the tokens is not what a measurement says")
+    ranks = [rank for null in measurement.null.values() for ranks in null.values() for rank in ranks]
+    if not all(0 <= rank <= min(measurement.model.n_head, MOST_HEADS) + 1e-6 for rank in ranks):
+        raise ValueError("random heads cannot have such ranks")
     for name, gram in measurement.grams.items():
         H = heads.get(name.partition("/")[2])
         if H is None or gram.dtype != np.float64 or gram.ndim != 3 or not len(gram) or gram.shape[1:] != (H, H) or not np.isfinite(gram).all():

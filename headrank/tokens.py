@@ -1,7 +1,8 @@
 """Text or token files -> token ids -> seeded batches."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,8 +43,8 @@ def read_token_files(*, text: Sequence[Path], tokens: Sequence[Path], tokenizer:
     if tokens:
         parts = [_token_ids(path) for path in paths]
     elif tokenizer is not None:
-        encode = load_tokenizer(tokenizer).encode
-        parts = [np.asarray(encode(_text(path), add_special_tokens=False).ids, dtype=np.int32) for path in paths]
+        loaded = load_tokenizer(tokenizer)
+        parts = [np.asarray(encoded(loaded, _text(path), path=tokenizer, special=False), dtype=np.int32) for path in paths]
     elif vocab_size == BYTE_VOCABULARY:
         parts = [np.frombuffer(_bytes(path), dtype=np.uint8) for path in paths]
     else:
@@ -84,13 +85,28 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     except ImportError:
         raise HeadrankError(f"{path}: reading it needs the package tokenizers: pip install 'headrank[hf]'") from None
     _bytes(path)
-    try:
+    with _refusing(f"{path}: not a tokenizer.json"):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception
-        raise HeadrankError(f"{path}: not a tokenizer.json: {error}") from None
-    tokenizer.no_truncation()  # some files ask for 128 tokens and no more
-    tokenizer.no_padding()
+        tokenizer.no_truncation()  # some files ask for 128 tokens and no more
+        tokenizer.no_padding()
     return tokenizer
+
+
+def encoded(tokenizer: "Tokenizer", text: str, *, path: Path, special: bool) -> list[int]:
+    """Token ids of a text; special: with the special tokens around it. Raises HeadrankError, naming the tokenizer's file, where it fails on the text."""
+    with _refusing(f"{path}: this tokenizer fails on the text"):
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Errors of the package `tokenizers` become ours: it raises bare Exception, and what its Rust code ends with is not even that."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise HeadrankError(f"{what}: {error}") from None
 
 
 def _bytes(path: Path) -> bytes:

@@ -190,6 +190,8 @@ def changed(change: dict[str, Any], place: str | None = None) -> dict[str, Any]:
         (changed({"tokens": {"source": "a.txt", "n_tokens": 99}}), "what it says of the tokens is not what a measurement says"),
         (changed({"tokens": measurement(0).tokens | {"seed": "0"}}), "what it says of the tokens is not what a measurement says"),
         (changed({"null": {"qk": {"centered": ["1"]}}}), "null is of the wrong type"),
+        (changed({"null": {"qk": {"centered": [-1e300, 1.0]}}}), "random heads cannot have such ranks"),
+        (changed({"null": {"qk": {"centered": [4.5]}}}), "random heads cannot have such ranks"),
         (changed({"faults": {}}), "not every layer has a Gram matrix or a reason why not"),
         (changed({"faults": {"qk/2": "NaN", "qk/0": "NaN"}}), "not every layer has a Gram matrix or a reason why not"),
         (changed({"faults": {"qk/2": "NaN", "xx/0": "NaN", "xx/2": "NaN"}}), "not every layer has a Gram matrix or a reason why not"),

@@ -175,6 +175,39 @@ def test_mutated_token_files_are_read_or_refused(tmp_path: Path) -> None:
     assert outcomes == {"read", "refused"}
 
 
+class Panic(BaseException):
+    """Like what Rust code ends with in Python: no Exception."""
+
+
+@pytest.mark.parametrize("error", [Exception("WordLevel error"), Panic("range end index 7 out of range")])
+def test_a_tokenizer_that_fails_is_refused_however_it_fails(error: BaseException, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tokenizers
+
+    class Broken:
+        @staticmethod
+        def from_file(path: str) -> "Broken":
+            if path == "broken":
+                raise error
+            return Broken()
+
+        def no_truncation(self) -> None:
+            return
+
+        no_padding = no_truncation
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> None:
+            raise error
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", Broken)
+    (tmp_path / "a.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    Path("broken").touch()
+    for path, text in ((Path("broken"), f"broken: not a tokenizer.json: {error}"), (tokenizer, f"{tokenizer}: this tokenizer fails on the text: {error}")):
+        with pytest.raises(HeadrankError) as caught:
+            read_token_files(text=(Path("a.txt"),), tokens=(), tokenizer=path, vocab_size=99)
+        assert str(caught.value) == text
+
+
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(HeadrankError, match=r"tokenizer\.json: not a tokenizer\.json: "):
