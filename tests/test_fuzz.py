@@ -30,6 +30,12 @@ def test_mutated_inputs_end_in_a_result_or_a_refusal(name: str, worker: Worker, 
     assert counts.refusals
 
 
+@pytest.mark.parametrize(("name", "index"), [("tokenizer", 5428), ("measurement", 667), ("pickle", 6923), ("pickle", 7039), ("pickle-legacy", 36)])
+def test_inputs_that_once_failed_do_so_no_more(name: str, index: int, worker: Worker) -> None:
+    """A panic of a library, an interval beyond numbers, archives over several disks, parameters with gradients, a text of gigabytes."""
+    assert worker.attempt(name, 0, index).kind in ("result", "refusal")
+
+
 def test_good_files_give_results(worker: Worker, tmp_path: Path) -> None:
     for name, chosen in formats().items():
         folder = tmp_path / name

@@ -65,7 +65,7 @@ def info_of(tensor: Tensor, name: str, file: Path) -> TensorInfo:
 def load(path: Path) -> Any:
     """What a pickled file holds, tensors mapped where the format allows. Raises HeadrankError, naming the class, where it asks for code."""
     size = regular_size(path)
-    is_archive = zipfile.is_zipfile(path)
+    is_archive = _is_archive(path)
     if is_archive:
         _check_archive(path, size)
     try:
@@ -87,6 +87,13 @@ class _Bounded(io.BufferedReader):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._size - self.tell())
         return super().read(left if size is None or size < 0 else min(size, left))
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile as error:  # one of several disks, it says
+        raise HeadrankError(f"{path}: not a whole PyTorch file: {error}") from None
 
 
 def _check_archive(path: Path, size: int) -> None:
@@ -126,7 +133,7 @@ def state_dict_of(document: Any, path: Path) -> tuple[dict[str, Tensor], dict[st
 
 
 def _tensors(mapping: Mapping[Any, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in mapping.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    return {name: value.detach() for name, value in mapping.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
 
 def clean_names(state: Mapping[str, Any], where: Path) -> dict[str, Any]:

@@ -84,6 +84,15 @@ def test_pytorch_model_bin(is_archive: bool, tmp_path: Path) -> None:
     assert checkpoint.format == "pytorch"
 
 
+def test_parameters_that_were_saved_with_their_gradients_on_are_plain_numbers(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", llama(), CONFIG)
+    (folder / "model.safetensors").unlink()
+    torch.save({name: torch.nn.Parameter(tensor) for name, tensor in llama().items()}, folder / "pytorch_model.bin")
+    checkpoint = open_checkpoint(folder)
+    check(checkpoint, HEADS)
+    assert not any(checkpoint.read(name).requires_grad for name in checkpoint.tensors)
+
+
 def test_pytorch_shards(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_shards(tmp_path / "m", stem="pytorch_model", ending="bin", index="pytorch_model.bin.index.json"))
     check(checkpoint, HEADS)
