@@ -9,7 +9,7 @@ from typing import Any
 
 from headrank.architectures.facts import Facts
 from headrank.architectures.layout import Architecture, AttentionLayer
-from headrank.architectures.stack import Stack, find_stack
+from headrank.architectures.stack import PACKED, Stack, find_stack
 from headrank.architectures.table import EXAMPLE, Row, families, read_layout
 from headrank.checkpoints import Checkpoint
 from headrank.config import MODEL_TYPE, ModelConfig
@@ -111,6 +111,8 @@ def _unknown(checkpoint: Checkpoint, model_type: Any) -> str:
 
 
 def _nothing_found(checkpoint: Checkpoint, rows: list[Row]) -> str:
+    if packed := next((name for name in checkpoint.tensors if name.endswith(PACKED) and ATTENTION_LIKE.search(name)), None):
+        return f"{checkpoint.tensors[packed].file}: {packed} belongs to a matrix of packed integers, which are not unpacked here; take the original weights"
     row = rows[0]
     wanted = row.layer.format(i=0) + next(iter(row.projections["q"].values()))[0][0].name
     found = [name for name in checkpoint.tensors if ATTENTION_LIKE.search(name)][:5]

@@ -343,6 +343,17 @@ def test_quantised_weights_whose_scales_are_not_applied(ending: str, tmp_path: P
     refused(changed(tmp_path, state=state), rf"q_proj is quantised \(\.{ending}\) and its scales are not applied")
 
 
+def test_a_checkpoint_of_packed_integers_alone(tmp_path: Path) -> None:
+    state: dict[str, Any] = {name: tensor for name, tensor in llama().items() if "proj" not in name}
+    for name in llama():
+        if "proj" in name:
+            state[name.replace("weight", "qweight")] = torch.zeros(3, 24, dtype=torch.int32)
+            state[name.replace("weight", "scales")] = torch.zeros(1, 24)
+    refused(
+        write_folder(tmp_path / "m", state, CONFIG), "_proj.* belongs to a matrix of packed integers, which are not unpacked here; take the original weights"
+    )
+
+
 def test_scales_of_a_shape_that_fits_nothing(tmp_path: Path) -> None:
     state = {Q: torch.zeros(24, 29, dtype=torch.int8), Q.replace("weight", "weight_scale"): torch.zeros(5, 3)}
     refused(changed(tmp_path, state=state), "it is not clear which belongs to which number")
