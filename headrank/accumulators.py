@@ -3,16 +3,20 @@
 Nothing here grows with the number of tokens: sequences belong to S groups, and a group keeps its [H, H] sums.
 """
 
+import functools
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from headrank.gram import unit_size
+from headrank.gram import block_sums, product_of_rows, unit_size
 
-CPU_BLOCK_BYTES = 1 << 20  # a block of scores is worked on in a core's second-level cache
+CPU_BLOCK_BYTES = 3 << 18  # a block of scores is worked on in a core's second-level cache
+CPU_ROWS = 32, 64  # fewest and most queries of a block: products of fewer are slow, of more do needless work above the diagonal
 CUDA_BLOCK_BYTES = 1 << 28
 SAFE = 1e6  # heads whose largest number in the first batch lies between its inverse and it stay far from float32's ends: squares, sums and all
+PRODUCT_ROWS = 128  # of one product of outputs: enough for full speed, few enough that little below the diagonal is computed as well
 PRODUCT_COLUMNS = 2048  # columns of one product of a batched one: short sums are exact enough in float32, their totals are float64
 
 
@@ -25,13 +29,14 @@ class HeadSizes:
         self._known = torch.zeros(n_head, dtype=torch.bool, device=device)
         self._all_known = self._all_safe = False
 
-    def divide(self, numbers: Tensor, head_axis: int) -> None:
-        """Divides float32 numbers by their heads' sizes, in place."""
-        numbers = numbers.movedim(head_axis, 0)
+    def divided(self, numbers: Tensor, head_axis: int) -> Tensor:
+        """float32 numbers divided by their heads' sizes; the same tensor where these are all 1."""
         if not self._all_known:
-            self._learn(numbers.abs().flatten(1).amax(1))
-        if not self._all_safe:
-            numbers.mul_(self.size.reciprocal().float().view(-1, *[1] * (numbers.dim() - 1)))
+            axes = [axis for axis in range(numbers.dim()) if axis != head_axis]
+            self._learn(torch.maximum(numbers.amax(axes), -numbers.amin(axes)))
+        if self._all_safe:
+            return numbers
+        return numbers * self.size.reciprocal().float().view(-1, *[1] * (numbers.dim() - 1 - head_axis))
 
     def _learn(self, largest: Tensor) -> None:
         size = torch.exp2(torch.frexp(largest.double())[1].clamp(-125, 125).double())
@@ -54,6 +59,20 @@ class HeadSizes:
         self._note()
 
 
+class Workspace:
+    """Memory that one block of scores after the other takes: fresh memory costs as much as the work on it."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0)
+
+    def take(self, *shape: int, device: torch.device) -> Tensor:
+        """float32 numbers of any value, until the next call."""
+        size = math.prod(shape)
+        if self._held.numel() < size or self._held.device != device:
+            self._held = torch.empty(size, device=device)
+        return self._held[:size].view(shape)
+
+
 class ScoreGram:
     """Inner products of heads' attention scores over all allowed pairs of tokens, each query's row centred.
 
@@ -61,10 +80,10 @@ class ScoreGram:
     their centred log-ratio attention patterns (Aitchison 1982).
     """
 
-    def __init__(self, n_head: int, n_groups: int, device: torch.device) -> None:
+    def __init__(self, n_head: int, n_groups: int, device: torch.device, workspace: Workspace | None = None) -> None:
         self.sums = torch.zeros(n_groups, n_head, n_head, dtype=torch.float64, device=device)
         self.sizes = HeadSizes(n_head, device)
-        self._buffer = torch.empty(0, device=device)
+        self.workspace = workspace or Workspace()
 
     def add(
         self,
@@ -73,33 +92,48 @@ class ScoreGram:
         *,
         scaling: float,
         groups: Tensor,
+        v: Tensor | None = None,
         keep: Tensor | None = None,
         causal: bool = True,
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         softcap: float | None = None,
-    ) -> None:
+    ) -> Tensor | None:
         """Adds one batch.
 
         q: [B, H, T, D], k: [B, G, S, D], as they enter the scores; head h reads k[:, h // (H / G)]. groups: [B], each sequence's group.
         keep: [B, T], False for tokens that are to count neither as queries nor as keys (then T = S).
         mask: [B or 1, H or 1, T, S], True where a query may see a key; where None, all, or no later ones if causal.
         bias: [B or 1, H or 1, T, S], added to the scores. softcap: c in c tanh(score / c), applied before the bias.
+
+        v: [B, G, S, D_v]. Where given, and where the scores are worked on in a cache, they are turned into attention too, so that
+        nobody needs to compute them again: returns [B, T, H, D_v], else None.
         """
         B, H, T, _ = q.shape
         G, S = k.shape[1:3]
         triangular = causal and mask is None
+        if v is not None and mask is None and keep is None and bias is None and softcap is None and q.device.type == "cpu":
+            attended = q.new_empty(B, T, H, v.shape[-1])
+        else:
+            attended = None
         q = q.unflatten(1, (G, H // G))  # [B, G, H / G, T, D]
         keys = (k if softcap is not None else _about_mean(k)).transpose(2, 3)
+        products, owners = [], []
         for batch, t, stop in _blocks(B, H, T, S, q.device):
             seen = stop if triangular else S  # keys after the rows need no score at all
-            allowed = _allowed(mask, keep, batch, t, stop, seen, triangular, q.device)
             scores = self._scores(q[batch, :, :, t:stop], keys[batch, ..., :seen], scaling)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
             if bias is not None:
                 scores.add_(bias[batch if len(bias) > 1 else slice(None), :, t:stop, :seen])
-            self._count(scores, allowed, groups[batch])
+            allowed = _allowed(mask, keep, batch, t, stop, seen, q.device)
+            _center_rows(scores, allowed, t if triangular else None)
+            products.append(_row_products(self.sizes.divided(scores, 1).flatten(2)))
+            owners.append(groups[batch])
+            if attended is not None and v is not None:
+                attended[batch, t:stop] = _attention(scores, v[batch, :, :seen], t if triangular else None).transpose(1, 2)
+        self.sums.index_add_(0, torch.cat(owners), torch.cat(products))
+        return attended
 
     def add_scores(self, scores: Tensor, *, groups: Tensor, keep: Tensor | None = None, mask: Tensor | None = None) -> None:
         """Adds one batch of scores that something else computed. scores: [B, H, T, S], as they enter the softmax; they are left as they are.
@@ -108,23 +142,15 @@ class ScoreGram:
         """
         B, H, T, S = scores.shape
         for batch, t, stop in _blocks(B, H, T, S, scores.device):
-            allowed = _allowed(mask, keep, batch, t, stop, S, False, scores.device)
-            self._count(scores[batch, :, t:stop].to(torch.float32, copy=True), allowed, groups[batch])
-
-    def _count(self, scores: Tensor, allowed: Tensor | None, groups: Tensor) -> None:
-        """scores: [b, H, C, S], overwritten."""
-        _center_rows(scores, allowed)
-        self.sizes.divide(scores, 1)
-        self.sums.index_add_(0, groups, _row_products(scores.flatten(2)))
+            part = scores[batch, :, t:stop].to(torch.float32, copy=True)
+            _center_rows(part, _allowed(mask, keep, batch, t, stop, S, scores.device), None)
+            self.sums.index_add_(0, groups[batch], _row_products(self.sizes.divided(part, 1).flatten(2)))
 
     def _scores(self, q: Tensor, keys: Tensor, scaling: float) -> Tensor:
-        """q: [b, G, R, C, D], keys: [b, G, D, S]. Returns [b, H, C, S] float32 in memory that the next block takes again."""
+        """q: [b, G, R, C, D], keys: [b, G, D, S]. Returns [b, H, C, S] float32 in the workspace."""
         b, G, R, C, D = q.shape
         S = keys.shape[-1]
-        size = b * G * R * C * S
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, device=q.device)
-        out = self._buffer[:size].view(b * G, R * C, S)
+        out = self.workspace.take(b * G, R * C, S, device=q.device)
         left, right = q.reshape(b * G, R * C, D), keys.flatten(0, 1)
         if q.is_cuda and q.dtype != torch.float32:
             torch.bmm(left, right, out_dtype=torch.float32, out=out)  # products of 16-bit numbers are exact in float32
@@ -159,8 +185,8 @@ class OutputGram:
         H, D, _ = W_O.shape
         W_O, self.W_size = unit_size(W_O.float())
         flat = W_O.flatten(0, 1)
-        self.metric = flat @ flat.T  # [H D_v, H D_v]
         self.H, self.D = H, D
+        self.metric = [product_of_rows(flat[block], flat[rest]) for block, rest in self._halves()]  # W_O W_O^T, [H D_v, H D_v]
         self.sizes = HeadSizes(H, W_O.device)
         self.sums = torch.zeros(n_groups, H, H, dtype=torch.float64, device=W_O.device)
         self.firsts = torch.zeros(n_groups, H * D, dtype=torch.float64, device=W_O.device)
@@ -181,21 +207,40 @@ class OutputGram:
         z = z - self.shift
         if keep is not None:
             z.mul_(keep[..., None])
-        self.sizes.divide(z.unflatten(2, (self.H, self.D)), 2)
+        z = self.sizes.divided(z.unflatten(2, (self.H, self.D)), 2).flatten(2)
         self.counts.index_add_(0, groups, counts)
-        self.firsts.index_add_(0, groups, z.sum(1, dtype=torch.float64))
-        self.sums.index_add_(0, groups, torch.stack([self._second(sequence) for sequence in z]))
+        self.firsts.index_add_(0, groups, z.sum(1).double())
+        self.sums.index_add_(0, groups, self._second(z))
+
+    def _halves(self) -> Iterator[tuple[slice, slice]]:
+        """Rows of a symmetric [H D_v, H D_v] matrix, some heads at a time, and the columns from the first of them on."""
+        heads = max(1, PRODUCT_ROWS // self.D)
+        for first in range(0, self.H, heads):
+            yield slice(first * self.D, min(first + heads, self.H) * self.D), slice(first * self.D, self.H * self.D)
 
     def _second(self, z: Tensor) -> Tensor:
-        """z: [T, H D_v]. Returns [H, H] float64; only the part on and above the diagonal is computed."""
-        H, D = self.H, self.D
-        gram = torch.zeros(H, H, dtype=torch.float64, device=z.device)
-        step = max(1, H // 4)
-        for start in range(0, H, step):
-            rows, rest = slice(start * D, min(start + step, H) * D), slice(start * D, H * D)
-            product = (z[:, rows].T @ z[:, rest]).mul_(self.metric[rows, rest])
-            gram[start : start + step, start:] = product.view(-1, D, H - start, D).sum((1, 3), dtype=torch.float64)
-        return gram.triu() + gram.triu(1).T
+        """z: [B, T, H D_v]. Returns [B, H, H] float64, a matrix a sequence; only the part on and above the diagonal is computed."""
+        B = len(z)
+        gram = torch.zeros(B, self.H, self.H, dtype=torch.float64, device=z.device)
+        budget = CUDA_BLOCK_BYTES if z.is_cuda else CPU_BLOCK_BYTES
+        together = max(1, budget // (4 * (self.H * self.D) ** 2))  # short sequences of small heads: many in one product
+        for start in range(0, B, together):
+            columns = z[start : start + together].transpose(1, 2).contiguous()  # [b, H D_v, T]
+            for (block, rest), metric in zip(self._halves(), self.metric, strict=True):
+                if len(columns) == 1:
+                    products = product_of_rows(columns[0, block], columns[0, rest])[None]
+                else:
+                    products = columns[:, block] @ columns[:, rest].transpose(1, 2)
+                heads, others = slice(block.start // self.D, block.stop // self.D), slice(rest.start // self.D, None)
+                gram[start : start + together, heads, others] = block_sums(products.mul_(metric), self.D)
+        return gram.triu() + gram.triu(1).transpose(1, 2)
+
+    def _whole_metric(self) -> Tensor:
+        """W_O^i W_O^jT by head, [H, D_v, H, D_v] float64."""
+        whole = torch.zeros(self.H * self.D, self.H * self.D, dtype=torch.float64, device=self.sums.device)
+        for (block, rest), metric in zip(self._halves(), self.metric, strict=True):
+            whole[block, rest] = metric.double()
+        return (whole.triu() + whole.triu(1).T).view(self.H, self.D, self.H, self.D)
 
     def state(self) -> dict[str, Tensor]:
         """What restore() takes, in another process. The output projection is not part of it."""
@@ -215,7 +260,7 @@ class OutputGram:
             return self.sums
         total = self.counts.sum().clamp(min=1)
         about = self.firsts.sum(0) / total if center else -(self.shift.double().view(self.H, self.D) / self.sizes.size[:, None]).flatten()
-        metric = self.metric.double().view(self.H, self.D, self.H, self.D)
+        metric = self._whole_metric()
         mean = about.view(self.H, self.D)
         toward = torch.einsum("iajb,jb->iaj", metric, mean)  # W_O^i W_O^jT m_j
         cross = torch.einsum("sia,iaj->sij", self.firsts.view(-1, self.H, self.D), toward)
@@ -237,36 +282,67 @@ def _about_mean(k: Tensor) -> Tensor:
 
 def _blocks(B: int, H: int, T: int, S: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
     """Sequences, first row and end of rows of blocks of scores that fit the fast memory."""
-    budget = CUDA_BLOCK_BYTES if device.type == "cuda" else CPU_BLOCK_BYTES
-    sequences = max(1, min(B, budget // (4 * H * T * S)))
-    rows = max(1, min(T, budget // (4 * H * S * sequences)))
+    if device.type == "cuda":
+        sequences = max(1, min(B, CUDA_BLOCK_BYTES // (4 * H * T * S)))
+        rows = max(1, min(T, CUDA_BLOCK_BYTES // (4 * H * S * sequences)))
+    else:
+        fewest, most = CPU_ROWS
+        rows = min(T, max(fewest, min(most, CPU_BLOCK_BYTES // (4 * H * S) // fewest * fewest)))
+        sequences = max(1, min(B, CPU_BLOCK_BYTES // (4 * H * S * rows)))
     for b in range(0, B, sequences):
         for t in range(0, T, rows):
             yield slice(b, b + sequences), t, min(t + rows, T)
 
 
-def _allowed(mask: Tensor | None, keep: Tensor | None, batch: slice, start: int, stop: int, seen: int, triangular: bool, device: torch.device) -> Tensor | None:
-    """Which query of the rows may count with which key: [b or 1, H or 1, C, seen], or None where all may."""
-    allowed = None
-    if triangular:
-        allowed = torch.ones(stop - start, seen, dtype=torch.bool, device=device).tril_(start)[None, None]
-    elif mask is not None:
-        allowed = mask[batch if len(mask) > 1 else slice(None), :, start:stop, :seen]
+def _allowed(mask: Tensor | None, keep: Tensor | None, batch: slice, start: int, stop: int, seen: int, device: torch.device) -> Tensor | None:
+    """Which query of the rows may count with which key, causality aside: [b or 1, H or 1, C, seen], or None where all may."""
+    allowed = None if mask is None else mask[batch if len(mask) > 1 else slice(None), :, start:stop, :seen]
     if keep is not None:
         both = keep[batch, None, start:stop, None] & keep[batch, None, None, :seen]
         allowed = both if allowed is None else allowed & both
     return allowed
 
 
-def _center_rows(scores: Tensor, allowed: Tensor | None) -> None:
-    """Takes each row's mean over its allowed keys from them, in place; pairs that are not allowed become 0."""
-    if allowed is None:
+def _center_rows(scores: Tensor, allowed: Tensor | None, first: int | None) -> None:
+    """Takes each row's mean over its allowed keys from [b, H, C, S] scores, in place; pairs that are not allowed become 0.
+
+    allowed: [b or 1, H or 1, C, S], None where all are. first: the query that row 0 is, where keys after a query are not allowed to it.
+    """
+    C, S = scores.shape[2:]
+    if first is not None and allowed is not None:
+        allowed, first = allowed & torch.ones(C, S, dtype=torch.bool, device=scores.device).tril_(first), None
+    if allowed is not None:
+        blocked = ~allowed
+        scores.masked_fill_(blocked, 0)
+        scores.sub_(scores.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1))
+        scores.masked_fill_(blocked, 0)
+    elif first is not None:
+        future = scores.view(-1, C, S)[..., first:]  # of three axes, for which torch is fast
+        future.tril_()
+        scores.sub_(scores.sum(-1, keepdim=True) / torch.arange(first + 1, first + C + 1, device=scores.device).unsqueeze(1))
+        future.tril_()
+    else:
         scores.sub_(scores.mean(-1, keepdim=True))
-        return
-    blocked = ~allowed
-    scores.masked_fill_(blocked, 0)
-    scores.sub_(scores.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1))
-    scores.masked_fill_(blocked, 0)
+
+
+def _attention(scores: Tensor, v: Tensor, first: int | None) -> Tensor:
+    """Softmax of scores [b, H, C, S], in place, times values [b, G, S, D_v] in their own type. Returns [b, H, C, D_v].
+
+    scores may be off by a constant a row. first: as in _center_rows; what it does not allow is 0 in scores.
+    """
+    b, H, C, S = scores.shape
+    G = v.shape[1]
+    if first is not None:
+        scores[..., first:] += _minus_infinity_above(C)
+    torch.softmax(scores, -1, out=scores)
+    shares = scores.to(v.dtype).view(b * G, H // G * C, S)
+    return (shares @ v.flatten(0, 1)).view(b, H, C, -1)
+
+
+@functools.lru_cache(maxsize=8)
+def _minus_infinity_above(C: int) -> Tensor:
+    """[C, C]: -inf above the diagonal, else 0."""
+    return torch.full((C, C), float("-inf")).triu(1)
 
 
 def _row_products(rows: Tensor) -> Tensor:

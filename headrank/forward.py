@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrank.accumulators import OutputGram, ScoreGram
+from headrank.accumulators import OutputGram, ScoreGram, Workspace
 from headrank.architectures import Architecture
 from headrank.checkpoints import Checkpoint
 from headrank.config import MODEL_TYPE, ModelConfig
@@ -36,6 +36,7 @@ class Recorder:
         self._moments: dict[str, HeadMoments] = {}
         self._projections: dict[str, Tensor] = {}
         self._restored: dict[str, dict[str, Tensor]] = {}  # accumulators that are made when their layer is seen first
+        self._workspace = Workspace()
         self._groups = torch.empty(0, dtype=torch.long)
         self._keep: Tensor | None = None
 
@@ -52,16 +53,16 @@ class Recorder:
         """Whether a layer's scores (qk), outputs (ov), keys or values are to be counted."""
         return key in self.layers and (circuit in self.circuits or (circuit == "ov" and "cka" in self.circuits))
 
-    def scores(self, key: str, q: Tensor, k: Tensor, *, scaling: float, **settings: Any) -> None:
-        """Counts one batch of a layer's scores; q, k and the settings are those of ScoreGram.add."""
+    def scores(self, key: str, q: Tensor, k: Tensor, *, scaling: float, **settings: Any) -> Tensor | None:
+        """Counts one batch of a layer's scores; q, k, the settings and what is returned are those of ScoreGram.add."""
         if key not in self._scores:
-            self._scores[key] = self._as_it_was(f"qk/{key}", ScoreGram(q.shape[1], self.n_groups, q.device))
-        self._scores[key].add(q, k, scaling=scaling, groups=self._groups, keep=self._keep, **settings)
+            self._scores[key] = self._as_it_was(f"qk/{key}", ScoreGram(q.shape[1], self.n_groups, q.device, self._workspace))
+        return self._scores[key].add(q, k, scaling=scaling, groups=self._groups, keep=self._keep, **settings)
 
     def ready_scores(self, key: str, scores: Tensor, *, mask: Tensor | None) -> None:
         """Counts one batch of a layer's scores that the model computed itself: [B, H, T, S], see ScoreGram.add_scores."""
         if key not in self._scores:
-            self._scores[key] = self._as_it_was(f"qk/{key}", ScoreGram(scores.shape[1], self.n_groups, scores.device))
+            self._scores[key] = self._as_it_was(f"qk/{key}", ScoreGram(scores.shape[1], self.n_groups, scores.device, self._workspace))
         self._scores[key].add_scores(scores, groups=self._groups, keep=self._keep, mask=mask)
 
     def outputs(self, key: str, z: Tensor, W_O: Callable[[], Tensor]) -> None:
@@ -197,11 +198,10 @@ class _DecoderProbe:
     def __init__(self, model: Decoder, recorder: Recorder) -> None:
         self.model, self.recorder = model, recorder
 
-    def scores(self, layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
-        if self.recorder.wants(str(layer), "qk"):
-            self.recorder.scores(str(layer), q, k, scaling=scaling)
+    def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scaling: float) -> Tensor | None:
         if self.recorder.wants(str(layer), "keys"):
             self.recorder.keys(str(layer), k)
+        return self.recorder.scores(str(layer), q, k, scaling=scaling, v=v) if self.recorder.wants(str(layer), "qk") else None
 
     def outputs(self, layer: int, z: Tensor) -> None:
         if self.recorder.wants(str(layer), "ov"):

@@ -77,9 +77,9 @@ def product_of_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def block_sums(products: Tensor, k: int) -> Tensor:
-    """Sums of all blocks of k x k numbers: [a k, b k] -> [a, b] float64, along rows in float32, which keeps what float32 products are worth."""
-    rows = products.unflatten(1, (-1, k)).sum(2)
-    return rows.unflatten(0, (-1, k)).sum(1, dtype=torch.float64)
+    """Sums of blocks of k x k numbers: [..., a k, b k] -> [..., a, b] float64; along rows in float32, as exact as float32 products are."""
+    rows = products.unflatten(-1, (-1, k)).sum(-1)
+    return rows.unflatten(-2, (-1, k)).sum(-2, dtype=torch.float64)
 
 
 def unit_size(factor: Tensor) -> tuple[Tensor, Tensor]:

@@ -275,8 +275,8 @@ class _Watch:
         self.times[path] += 1
         return path, self.times[path] - 1
 
-    def scores(self, call: tuple[str, int], query: Tensor, key: Tensor, **settings: Any) -> None:
-        """A call's queries and keys, with the settings of Recorder.scores."""
+    def scores(self, call: tuple[str, int], query: Tensor, key: Tensor, **settings: Any) -> Tensor | None:
+        """A call's queries and keys, with the settings of Recorder.scores. Returns attention where it was computed on the way."""
 
     def ready_scores(self, call: tuple[str, int], scores: Tensor, mask: Tensor) -> None:
         """The scores of a call that bypasses the registry. [B, H, T, S] both."""
@@ -337,13 +337,15 @@ class _Recording(_Watch):
         self.current[call[0]] = self.runner.places[call]
         return call
 
-    def scores(self, call: tuple[str, int], query: Tensor, key: Tensor, **settings: Any) -> None:
+    def scores(self, call: tuple[str, int], query: Tensor, key: Tensor, **settings: Any) -> Tensor | None:
         layer = self.runner.places[call].key
         if query.shape[2] != key.shape[2] and self.runner.places[call].group != "cross":
             raise self.runner.refusal(f"{call[0]} has {query.shape[2]} queries for {key.shape[2]} keys")
-        if self.recorder.wants(layer, "qk"):
-            self.recorder.scores(layer, query, key, **settings)
-            self._seen("qk", layer)
+        if not self.recorder.wants(layer, "qk"):
+            return None
+        z = self.recorder.scores(layer, query, key, **settings)
+        self._seen("qk", layer)
+        return z
 
     def ready_scores(self, call: tuple[str, int], scores: Tensor, mask: Tensor) -> None:
         layer = self.runner.places[call].key
@@ -464,13 +466,17 @@ def _attention(
     if causal:  # the fast way of torch and of the accumulator
         attention_mask = None
     mask, bias = _mask_and_bias(attention_mask, position_bias, T, S)
+    z = None
     if watch is not None:
         unknown = [name for name, given in others.items() if given is not None and given is not False and name not in HARMLESS]
         if unknown:
             raise watch.runner.refusal(f"its attention takes {', '.join(unknown)}, which headrank does not know")
         call = watch.called(module, n_head=query.shape[1], n_kv_head=key.shape[1], window=others.get("sliding_window"))
-        watch.scores(call, query, key, scaling=scaling, causal=causal, mask=mask, bias=bias, softcap=softcap)
+        v = value if s_aux is None else None
+        z = watch.scores(call, query, key, v=v, scaling=scaling, causal=causal, mask=mask, bias=bias, softcap=softcap)
         watch.keys_and_values(call, key, value)
+    if z is not None:
+        return z, None
     if softcap is not None or s_aux is not None:  # torch's fused function knows neither
         return _plain_attention(query, key, value, mask, bias, scaling, causal, softcap, s_aux), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

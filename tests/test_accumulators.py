@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -77,6 +78,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Blocks of some rows of some sequences, and products of some columns, as long sequences have them."""
     if request.param == "small blocks":
         monkeypatch.setattr(accumulators, "CPU_BLOCK_BYTES", 4 * H * T * 3)
+        monkeypatch.setattr(accumulators, "CPU_ROWS", (1, 3))
         monkeypatch.setattr(accumulators, "PRODUCT_COLUMNS", 13)
 
 
@@ -390,3 +392,48 @@ def test_outputs_of_sixteen_bits_are_those_of_their_rounded_numbers() -> None:
 def test_a_gram_that_was_never_fed_is_zero() -> None:
     assert not OutputGram(written()[1], 3).grams().any()
     assert not ScoreGram(H, 3, CPU).grams().any()
+
+
+# Attention on the way
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("G", [1, 2, 6])
+def test_scores_become_the_attention_that_torch_computes(G: int, causal: bool, dtype: torch.dtype) -> None:
+    q, k = (x.to(dtype) for x in queries_and_keys(G=G))
+    v = random_tensor(B, G, T, 5, seed=2).to(dtype)
+    found = ScoreGram(H, 1, CPU).add(q, k, v=v, scaling=0.3, groups=ONE_GROUP, causal=causal)
+    assert found is not None
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
+    assert found.dtype == dtype
+
+
+def test_heads_of_any_size_become_attention() -> None:
+    """Sums are kept of scores divided by their heads' sizes; attention is of the scores themselves."""
+    q, k = queries_and_keys(G=6)
+    q = q * torch.tensor([1e-9, 1, 1, 3e7, 1, 1]).view(-1, 1, 1)
+    found = ScoreGram(H, 1, CPU).add(q, k, v=k, scaling=0.3, groups=ONE_GROUP)
+    assert found is not None
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.3).transpose(1, 2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", ["window", "padding on the right", "one bias", "softcap"])
+def test_attention_that_is_not_plain_is_left_to_the_model(settings: str) -> None:
+    q, k = queries_and_keys()
+    assert ScoreGram(H, 1, CPU).add(q, k, v=k, scaling=0.3, groups=ONE_GROUP, **CASES[settings]()) is None
+
+
+def test_a_key_that_is_not_a_number_spoils_later_queries_of_its_head_alone() -> None:
+    q, k = queries_and_keys(G=6)
+    v = random_tensor(B, 6, T, D, seed=2)
+    whole = ScoreGram(H, 1, CPU).add(q, k, v=v, scaling=0.3, groups=ONE_GROUP)
+    k[1, 4, 7, 0] = float("nan")
+    found = ScoreGram(H, 1, CPU).add(q, k, v=v, scaling=0.3, groups=ONE_GROUP)
+    assert found is not None
+    assert whole is not None
+    assert found[1, 7:, 4].isnan().all()
+    found[1, 7:, 4] = whole[1, 7:, 4]
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)

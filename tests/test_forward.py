@@ -134,7 +134,7 @@ def test_a_pass_for_some_layers_stops_after_the_last_and_gives_the_same() -> Non
     part = pass_over(runner, FULL, [LAYERS[1]], ("qk", "ov"), device=CPU, batch_size=3, n_groups=1)
     assert sorted(part) == ["ov/1", "qk/1"]
     for name, gram in part.items():
-        np.testing.assert_array_equal(gram, whole[name])
+        assert_close(gram, whole[name], rounding=1e-6)  # layers that are not asked for leave attention to torch, which rounds otherwise
     assert "transformer.h.1.attn" in calls
     assert not {"transformer.h.1.mlp", "transformer.h.2.attn", "lm_head"} & set(calls)
 
@@ -143,7 +143,7 @@ def test_one_circuit_alone_may_be_asked_for() -> None:
     model = decoder(CONFIGS["mha"])
     found = pass_over(runner_of(model), FULL, LAYERS, ("ov",), device=CPU, batch_size=3, n_groups=1)
     assert sorted(found) == ["ov/0", "ov/1", "ov/2"]
-    np.testing.assert_array_equal(found["ov/1"], measured(model)["ov/1"])
+    assert_close(found["ov/1"], measured(model)["ov/1"], rounding=1e-6)  # without scores torch computes attention, and rounds otherwise
 
 
 def test_a_layer_that_the_pass_never_comes_to_is_an_error() -> None:

@@ -394,7 +394,10 @@ def no_mask_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_centring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrank.accumulators._center_rows", lambda scores, allowed: None if allowed is None else scores.masked_fill_(~allowed, 0))
+    def only_masked(scores: Tensor, allowed: Tensor | None, first: int | None) -> None:
+        scores.copy_(scores.masked_fill(~allowed, 0) if allowed is not None else scores.tril(first) if first is not None else scores)
+
+    monkeypatch.setattr("headrank.accumulators._center_rows", only_masked)
 
 
 def transposed_projection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ class Seen:
         self.z: dict[int, Tensor] = {}
         self.scaling = 0.0
 
-    def scores(self, layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
+    def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scaling: float) -> None:
         self.q[layer], self.k[layer], self.scaling = q, k, scaling
 
     def outputs(self, layer: int, z: Tensor) -> None:

@@ -120,9 +120,11 @@ def transposed_projection(self: Decoder, layer: int) -> Tensor:
     return weight.unflatten(1, (self.config.n_head, self.config.d_head)).permute(1, 2, 0).flip(1)
 
 
-def uncentred_rows(scores: Tensor, allowed: Tensor | None) -> None:
+def uncentred_rows(scores: Tensor, allowed: Tensor | None, first: int | None) -> None:
     if allowed is not None:
         scores.masked_fill_(~allowed, 0)
+    if first is not None:
+        scores.copy_(scores.tril(first))
 
 
 def tiled(*given: Any, **named: Any) -> HeadFactors:

@@ -12,8 +12,12 @@ from headrank.config import ModelConfig
 class Probe(Protocol):
     """Sees what every attention layer really computes, while it computes it."""
 
-    def scores(self, layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
-        """q: [B, H, T, D], k: [B, G, T, D], after rotary embedding and QK norm; head h reads k[:, h // (H / G)]."""
+    def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scaling: float) -> Tensor | None:
+        """q: [B, H, T, D], k: [B, G, T, D], after rotary embedding and QK norm; head h reads k[:, h // (H / G)].
+
+        v: [B, G, T, D_v], None where there is padding. A probe that turned the scores into causal attention returns what that
+        makes of v, [B, T, H, D_v], and it is not computed again.
+        """
 
     def outputs(self, layer: int, z: Tensor) -> None:
         """z: [B, T, H, D_v], what each head hands to the output projection."""
@@ -65,12 +69,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, probe: Probe | None) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in self.qkv(x, rotary))
         scaling = q.shape[-1] ** -0.5
+        z = None if probe is None else probe.scores(self.layer, q, k, v if mask is None else None, scaling)  # [B, T, H, D_v]
+        if z is None:
+            shared = k.shape[1] != q.shape[1]
+            z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shared).transpose(1, 2)
+            z = z if probe is None else keep_nan(z, q)
         if probe is not None:
-            probe.scores(self.layer, q, k, scaling)
-        shared = k.shape[1] != q.shape[1]
-        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shared).transpose(1, 2)  # [B, T, H, D]
-        if probe is not None:
-            z = keep_nan(z, q)
             probe.outputs(self.layer, z)
         return self.c_proj(z.flatten(2))
 
