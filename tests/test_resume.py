@@ -27,8 +27,8 @@ from headrank.selection import ModelRef
 from headrank.store import Measurement, Store
 
 GEOMETRY: dict[str, Any] = {"n_layer": 3, "n_head": 6, "d_head": 10, "d_model": 13, "d_mlp": 17, "vocab_size": 31, "context": 19}
-N, BATCH = 23, 3  # eight batches, the last one smaller
-SETTINGS = Settings(n_sequences=N, seq_len=11, batch_size=BATCH)
+N, T, BATCH = 23, 11, 3  # eight batches, the last one smaller
+SETTINGS = Settings(n_sequences=N, seq_len=T, batch_size=BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ModelConfig(kind="gqa", n_kv_head=2, **GEOMETRY)
     (folder / "config.json").write_text(config.to_json())
     save_file({name: p.detach() for name, p in new_decoder(config, seed=5).named_parameters()}, folder / "model.safetensors")
-    np.save(folder / "ids.npy", np.random.default_rng(0).integers(31, size=N * 11))
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(31, size=N * T))
     return folder
 
 
@@ -54,7 +54,7 @@ class Dies(Silent):
         self.at = at
 
     def advance(self, done: int) -> None:
-        if done >= self.at:
+        if done >= self.at * T:  # in tokens
             raise Killed
 
 
@@ -120,7 +120,7 @@ from tests.test_resume import Silent, measured
 resume.SAVE_EVERY, resume.LARGEST_SHARE = 0.0, float("inf")
 class Kills(Silent):
     def advance(self, done):
-        if done >= int(sys.argv[3]):
+        if done >= int(sys.argv[3]) * 11:
             os.kill(os.getpid(), signal.SIGKILL)
 measured(Path(sys.argv[1]), Path(sys.argv[2]), Kills())
 """
@@ -206,9 +206,9 @@ def test_two_processes_at_the_same_pass_do_not_disturb_each_other(model: Path, t
         inner: list[Measurement]
 
         def advance(self, done: int) -> None:
-            if done in (6, 18):
-                self.inner.append(measured(model, tmp_path / "shared", **({"n_sequences": 22} if done == 6 else {})))
-            if done == 12:
+            if done in (6 * T, 18 * T):
+                self.inner.append(measured(model, tmp_path / "shared", **({"n_sequences": 22} if done == 6 * T else {})))
+            if done == 12 * T:
                 with pytest.raises(Killed):
                     measured(model, tmp_path / "shared", Dies(21))  # it leaves sums of further on than the outer pass is
 
