@@ -177,7 +177,7 @@ class OutputGram:
     """Inner products of what the heads write, z_h W_O^h, over all tokens, about their mean or about zero.
 
     <o_i, o_j> summed over tokens is sum of (Z_i^T Z_j) * (W_O^i W_O^jT), so only second moments of z are taken. They are taken
-    about the first batch's mean, since large constant parts would cost digits otherwise.
+    about the first sequences' mean, since large constant parts would cost digits otherwise.
     """
 
     def __init__(self, W_O: Tensor, n_groups: int) -> None:
@@ -195,22 +195,29 @@ class OutputGram:
 
     def add(self, z: Tensor, *, groups: Tensor, keep: Tensor | None = None) -> None:
         """Adds one batch. z: [B, T, H, D_v]; groups: [B]; keep: [B, T], False for tokens that are not to count."""
+        budget = CUDA_BLOCK_BYTES if z.is_cuda else CPU_BLOCK_BYTES
+        together = max(1, budget // (4 * (self.H * self.D) ** 2))  # short sequences of small heads: many in one product
+        for start in range(0, len(z), together):
+            part = slice(start, start + together)
+            self._add(z[part], groups[part], None if keep is None else keep[part])
+
+    def _add(self, z: Tensor, groups: Tensor, keep: Tensor | None) -> None:
         B, T = z.shape[:2]
-        z = z.flatten(2).float()
+        columns = z.flatten(2).transpose(1, 2).contiguous().float()  # [B, H D_v, T]
         if keep is not None:
-            z = torch.where(keep[..., None], z, 0)
+            columns = torch.where(keep[:, None], columns, 0)
         counts = keep.sum(1).double() if keep is not None else torch.full((B,), float(T), dtype=torch.float64, device=z.device)
         if self.shift is None:
             if not counts.any():
                 return
-            self.shift = z.sum((0, 1), dtype=torch.float64).div(counts.sum()).float()
-        z = z - self.shift
+            self.shift = (columns.sum((0, 2), dtype=torch.float64) / counts.sum()).float()
+        columns = columns - self.shift.unsqueeze(1)
         if keep is not None:
-            z.mul_(keep[..., None])
-        z = self.sizes.divided(z.unflatten(2, (self.H, self.D)), 2).flatten(2)
+            columns.mul_(keep[:, None])
+        columns = self.sizes.divided(columns.unflatten(1, (self.H, self.D)), 1).flatten(1, 2)
         self.counts.index_add_(0, groups, counts)
-        self.firsts.index_add_(0, groups, z.sum(1).double())
-        self.sums.index_add_(0, groups, self._second(z))
+        self.firsts.index_add_(0, groups, columns.sum(2).double())
+        self.sums.index_add_(0, groups, self._second(columns))
 
     def _halves(self) -> Iterator[tuple[slice, slice]]:
         """Rows of a symmetric [H D_v, H D_v] matrix, some heads at a time, and the columns from the first of them on."""
@@ -218,21 +225,14 @@ class OutputGram:
         for first in range(0, self.H, heads):
             yield slice(first * self.D, min(first + heads, self.H) * self.D), slice(first * self.D, self.H * self.D)
 
-    def _second(self, z: Tensor) -> Tensor:
-        """z: [B, T, H D_v]. Returns [B, H, H] float64, a matrix a sequence; only the part on and above the diagonal is computed."""
-        B = len(z)
-        gram = torch.zeros(B, self.H, self.H, dtype=torch.float64, device=z.device)
-        budget = CUDA_BLOCK_BYTES if z.is_cuda else CPU_BLOCK_BYTES
-        together = max(1, budget // (4 * (self.H * self.D) ** 2))  # short sequences of small heads: many in one product
-        for start in range(0, B, together):
-            columns = z[start : start + together].transpose(1, 2).contiguous()  # [b, H D_v, T]
-            for (block, rest), metric in zip(self._halves(), self.metric, strict=True):
-                if len(columns) == 1:
-                    products = product_of_rows(columns[0, block], columns[0, rest])[None]
-                else:
-                    products = columns[:, block] @ columns[:, rest].transpose(1, 2)
-                heads, others = slice(block.start // self.D, block.stop // self.D), slice(rest.start // self.D, None)
-                gram[start : start + together, heads, others] = block_sums(products.mul_(metric), self.D)
+    def _second(self, columns: Tensor) -> Tensor:
+        """columns: [B, H D_v, T]. Returns [B, H, H] float64, a matrix a sequence; only the part on and above the diagonal is computed."""
+        gram = torch.zeros(len(columns), self.H, self.H, dtype=torch.float64, device=columns.device)
+        for (block, rest), metric in zip(self._halves(), self.metric, strict=True):
+            a, b = columns[:, block], columns[:, rest]
+            products = product_of_rows(a[0], b[0])[None] if len(columns) == 1 else a @ b.transpose(1, 2)
+            heads, others = slice(block.start // self.D, block.stop // self.D), slice(rest.start // self.D, None)
+            gram[:, heads, others] = block_sums(products.mul_(metric), self.D)
         return gram.triu() + gram.triu(1).transpose(1, 2)
 
     def _whole_metric(self) -> Tensor:

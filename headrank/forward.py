@@ -13,6 +13,7 @@ from headrank.architectures import Architecture
 from headrank.checkpoints import Checkpoint
 from headrank.config import MODEL_TYPE, ModelConfig
 from headrank.errors import HeadrankError
+from headrank.memory import kept
 from headrank.model import Decoder, load_decoder
 from headrank.moments import HeadMoments, linear_cka_gram
 from headrank.resume import SavedPass
@@ -208,6 +209,7 @@ class _DecoderProbe:
             self.recorder.outputs(str(layer), z, lambda: self.model.output_projection(layer))
 
 
+@kept()
 def pass_over(
     runner: Runner,
     sequences: Sequences,
