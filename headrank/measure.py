@@ -14,6 +14,7 @@ import numpy as np
 from headrank.config import MODEL_TYPE
 from headrank.errors import HeadrankError, NotFiniteError
 from headrank.measures import OPERATOR, check_source, find_measure
+from headrank.memory import kept
 from headrank.selection import ModelRef, resolve_layers
 from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
 
@@ -246,7 +247,13 @@ class _WeightsWork:
     """Gram matrices from the weights alone."""
 
     def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
+        import torch
+
+        from headrank.gram import Workspace
+
         self.checkpoint, self.architecture = checkpoint, architecture
+        self.device = torch.device(device_name(settings.device))
+        self.workspaces = Workspace(), Workspace()
         self.factors: dict[str, Any] = {"raw": settings.raw}
         if architecture.kind == "mla":
             self.factors["mla_part"] = settings.mla_part
@@ -260,26 +267,33 @@ class _WeightsWork:
     def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None) -> Iterator[Part]:
         """A layer at a time."""
         places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
+        from headrank.factors import tensors_read
+
         progress.start(label, len(layers), "layers")
-        for done, layer in enumerate(layers, 1):
-            grams, faults = {}, {}
-            for circuit, name in self.grams.items():
-                try:
-                    grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit).cpu().numpy()[None]
-                except NotFiniteError as error:
-                    faults[f"{name}/{layer.key}"] = str(error)
-            progress.advance(done)
-            yield (layer,), grams, faults
+        with kept():
+            for done, layer in enumerate(layers, 1):
+                for following in layers[done : done + 1]:  # is read from the disk or the net while this one is worked on
+                    for circuit in self.grams:
+                        self.checkpoint.expect(tensors_read(places[following.group, following.index], circuit))
+                grams, faults = {}, {}
+                for circuit, name in self.grams.items():
+                    try:
+                        grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit).cpu().numpy()[None]
+                    except NotFiniteError as error:
+                        faults[f"{name}/{layer.key}"] = str(error)
+                progress.advance(done)
+                yield (layer,), grams, faults
 
     def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress) -> None:
         """Layers are kept as they are: there is no pass to continue."""
 
     def gram(self, checkpoint: Any, layer: Any, circuit: str, **options: Any) -> Any:
-        """One layer's Gram matrix as a tensor [H, H]; the tensors are read from the checkpoint that is given."""
+        """One layer's Gram matrix as a tensor [H, H] on the device; the tensors are read from the checkpoint that is given."""
         from headrank.factors import head_factors
         from headrank.kernels import weights_gram
 
-        factors = head_factors(checkpoint, self.architecture, layer, circuit, **{**self.factors, **options})
+        chosen = {**self.factors, "as_stored": self.settings == self.factors, **options}
+        factors = head_factors(checkpoint, self.architecture, layer, circuit, device=self.device, **chosen)
         if self.offset or self.n_offsets is not None:
             from headrank.rotary import at_offset, mean_gram_over_offsets, rotary_of
 
@@ -287,7 +301,7 @@ class _WeightsWork:
             if self.n_offsets is not None and self.n_offsets > 1:
                 return mean_gram_over_offsets(factors, rotary, self.n_offsets)
             factors = at_offset(factors, rotary, self.offset)
-        return weights_gram(self.grams[circuit], factors)
+        return weights_gram(self.grams[circuit], factors, workspaces=self.workspaces)
 
 
 class _ActivationsWork:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ class Checkpoint(ABC):
         Raises HeadrankError where the type has no counterpart in torch or the file has changed since it was opened.
         """
 
+    def expect(self, names: Iterable[str]) -> None:
+        """These tensors are going to be read: a format that can fetch them meanwhile begins to. Errors come when they are read."""
+        return
+
     @property
     def files(self) -> tuple[Path, ...]:
         """Every file that holds tensors, by name."""
@@ -89,5 +94,4 @@ def _sample(file: Path, digest: "hashlib._Hash", starts: Iterable[int]) -> None:
             digest.update(stream.read())
             return
         for start in sorted({*range(0, size, SAMPLE_EVERY), *starts, size - SAMPLE_BYTES}):
-            stream.seek(start)
-            digest.update(stream.read(SAMPLE_BYTES))
+            digest.update(os.pread(stream.fileno(), SAMPLE_BYTES, start))

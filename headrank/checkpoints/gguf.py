@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrank.checkpoints.base import Checkpoint, TensorInfo
 from headrank.checkpoints.files import inside, regular_size
-from headrank.checkpoints.safetensors import Span, mapped
+from headrank.checkpoints.safetensors import Span, mapped, will_be_read
 from headrank.errors import HeadrankError
 
 MAGIC = b"GGUF"
@@ -64,6 +64,10 @@ class GgufCheckpoint(Checkpoint):
 
     def starts_in(self, file: Path) -> Iterable[int]:
         return (entry.span.start for name, entry in self._entries.items() if self.tensors[name].file == file)
+
+    def expect(self, names: Iterable[str]) -> None:
+        for name in names:
+            will_be_read(self.tensors[name].file, self._entries[name].span)
 
     def read(self, name: str) -> Tensor:
         info, entry = self.tensors[name], self._entries[name]

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ class LoraCheckpoint(Checkpoint):
     @property
     def files(self) -> tuple[Path, ...]:
         return (*self._base.files, *self._adapter.files)
+
+    def expect(self, names: Iterable[str]) -> None:
+        self._base.expect(name for name in names if name not in self._replaced)
 
     def read(self, name: str) -> Tensor:
         if name in self._replaced:

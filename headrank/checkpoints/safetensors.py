@@ -5,7 +5,9 @@ Format: https://github.com/huggingface/safetensors#format. Eight bytes of header
 
 import math
 import mmap
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,10 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def starts_in(self, file: Path) -> Iterable[int]:
         return (span.start for name, span in self._spans.items() if self.tensors[name].file == file)
+
+    def expect(self, names: Iterable[str]) -> None:
+        for name in names:
+            will_be_read(self.tensors[name].file, self._spans[name])
 
     def read(self, name: str) -> Tensor:
         info, span = self.tensors[name], self._spans[name]
@@ -119,6 +125,12 @@ def mapped(file: Path, span: Span, *, access: int = mmap.ACCESS_COPY) -> memoryv
     page = span.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     with file.open("rb") as stream:
         return memoryview(mmap.mmap(stream.fileno(), span.stop - page, offset=page, access=access))[span.start - page :]
+
+
+def will_be_read(file: Path, span: Span) -> None:
+    """Asks the system to read a span from the disk in the background, where it can."""
+    with suppress(OSError, AttributeError), file.open("rb") as stream:
+        os.posix_fadvise(stream.fileno(), span.start, span.stop - span.start, os.POSIX_FADV_WILLNEED)
 
 
 def as_tensor(data: memoryview | bytearray, name: str, info: TensorInfo) -> Tensor:
