@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAMPLE_BYTES = 4 << 10
 SAMPLE_EVERY = 128 << 10
@@ -48,7 +49,7 @@ class Checkpoint(ABC):
         """What was left aside on opening, for people."""
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         """One tensor on the CPU in its stored type (quantised ones as float32), memory-mapped where the format allows.
 
         Raises HeadrankError where the type has no counterpart in torch or the file has changed since it was opened.

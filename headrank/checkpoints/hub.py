@@ -14,14 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from headrank.checkpoints.base import Checkpoint, TensorInfo
 from headrank.checkpoints.files import read_json
 from headrank.checkpoints.safetensors import Span, as_tensor, check_header_length, parse_header
 from headrank.errors import HeadrankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/([\w./-]+\.(?:gguf|safetensors|bin|pt|pth)))?(?:@([\w./-]+))?")
 FIRST_BYTES = 1 << 17  # most headers fit in this
@@ -66,7 +67,7 @@ class HubCheckpoint(Checkpoint):
             if name not in self._kept and name not in self._coming:
                 self._coming[name] = self._fetchers.submit(self._fetch, name)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         if name not in self._kept:
             coming = self._coming.pop(name, None)
             self._kept[name] = coming.result() if coming else self._fetch(name)
@@ -75,7 +76,7 @@ class HubCheckpoint(Checkpoint):
             self._kept.popitem(last=False)
         return self._kept[name]
 
-    def _fetch(self, name: str) -> Tensor:
+    def _fetch(self, name: str) -> "Tensor":
         file, span = self._spans[name]
         data = bytearray(_fetch(self._remote, file, span)) if span.stop > span.start else bytearray()
         return as_tensor(data, name, self.tensors[name])
