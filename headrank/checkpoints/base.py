@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SAMPLE_BYTES = 4 << 10
-SAMPLE_EVERY = 128 << 10
+SAMPLE_EVERY = 1 << 20
 WHOLE_BYTES = 16 << 20  # files up to this size are read whole
 
 
@@ -70,10 +71,15 @@ class Checkpoint(ABC):
 
     def fingerprint(self) -> str:
         """ "sha256:…" over the configuration, the tensors' headers and the content: small files whole, of large ones 4 KiB out of
-        every 128 KiB and the beginning of every tensor.
+        every MiB and the beginning of every tensor.
 
         The same for a copy in another place or of another date; a change between the samples of a large file can go unnoticed.
+        Taken once, as the headers are.
         """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         digest.update(json.dumps(self.config, sort_keys=True, default=str).encode())
         for name, info in sorted(self.tensors.items()):
