@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
 TOKENS = {"nano": (64, 128), "128M": (8, 512), "2.5B": (2, 512)}  # sequences and their length, on the CPU
 TOKENS_CUDA = {"nano": (64, 128), "128M": (64, 2048), "2.5B": (16, 2048)}
-PEERS = {"transformer_lens": "2.18.0", "nnsight": "0.8.1"}
+PEERS = {"transformer_lens": ("2.18.0", "pyarrow<21"), "nnsight": ("0.8.1",)}  # version, and what it needs beside it: newer pyarrows refuse its numpy
 PEER_TOKENS = (8, 512)
 DEEP = 36  # layers of the model whose pass is stopped at layer 18
 
@@ -177,28 +177,29 @@ def peers(report: Report, folder: Path) -> None:
     subprocess.run(job("make_gpt2", script="benchmark_peers.py", path=str(model)), check=True, stdout=subprocess.DEVNULL)
     n_sequences, seq_len = PEER_TOKENS
     options: dict[str, Any] = {"path": str(model), "n_sequences": n_sequences, "seq_len": seq_len}
-    here: dict[str, Any] = {"device": "cpu", "dtype": "float32", "times": 1}
+    here: dict[str, Any] = {"device": "cpu", "dtype": "float32", "times": 3}
     jobs = {"bare": job("bare", **options, **here), "headrank": job("activations", **options, **here)}
-    for name, version in PEERS.items():
-        python = environment(folder / name, f"{name}=={version}")
+    for name, (version, *others) in PEERS.items():
+        python = environment(folder / name, f"{name}=={version}", *others)
         jobs[f"{name} {version}"] = job(name, python=python, script="benchmark_peers.py", **options)
     found = report.compare("peers gpt2-small float32", jobs)
-    bare, ours = found["bare"], found["headrank"]
-    for name, version in PEERS.items():
+    ours = found["headrank"]
+    for name, (version, *_) in PEERS.items():
         theirs = found[f"{name} {version}"]
-        time, memory = theirs["seconds"] / ours["seconds"], (theirs["peak"] - bare["peak"]) / max(ours["peak"] - bare["peak"], 1)
+        time, memory = theirs["seconds"] / ours["seconds"], (theirs["peak"] - theirs["weight_bytes"]) / (ours["peak"] - ours["weight_bytes"])
         report.put(time, "peers", name, "time_over_ours")
         report.put(memory, "peers", name, "memory_over_ours")
-        report.say(f"peers: {name} {version}", f"time_over_ours {time:.2f}, memory above the bare model over ours {memory:.1f}")
+        report.say(f"peers: {name} {version}", f"time_over_ours {time:.2f}, memory beyond the weights over ours {memory:.2f}")
 
 
-def environment(folder: Path, package: str) -> str:
-    """A Python with a package in it, made where it is not there yet."""
+def environment(folder: Path, *packages: str) -> str:
+    """A Python with packages in it and the torch that we have, made where it is not there yet."""
     python = folder / "bin" / "python"
     if not python.exists():
-        print(f"making an environment for {package} ...", file=sys.stderr)
+        print(f"making an environment for {packages[0]} ...", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--constraint", str(HERE / "constraints.txt"), package], check=True)
+        torch_version = importlib.metadata.version("torch").partition("+")[0]
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"torch=={torch_version}", *packages], check=True)
     return str(python)
 
 

@@ -3,12 +3,11 @@
 python scripts/benchmark_jobs.py weights '{"path": "checkpoints/128M/mha"}'
 """
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
-from benchmark_meter import Meter, main
+from benchmark_meter import Meter, main, weight_bytes
 from torch import Tensor
 
 import headrank.null
@@ -126,7 +125,7 @@ def bare(path: str, n_sequences: int, seq_len: int, device: str, dtype: str, tim
         else:
             runner.model(input_ids=ids, use_cache=False)
 
-    return {"seconds": meter.seconds(work, times=times), "peak": meter.peak()}
+    return {"seconds": meter.seconds(work, times=times), "peak": meter.peak(), "weight_bytes": weight_bytes(runner.model)}
 
 
 def activations(path: str, n_sequences: int, seq_len: int, device: str, dtype: str, times: int, layers: list[int] | None = None) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def activations(path: str, n_sequences: int, seq_len: int, device: str, dtype: s
     def work() -> None:
         pass_over(runner, sequences, chosen, CIRCUITS, device=torch.device(device), batch_size=None, n_groups=n_sequences)
 
-    return {"seconds": meter.seconds(work, times=times), "peak": meter.peak()}
+    return {"seconds": meter.seconds(work, times=times), "peak": meter.peak(), "weight_bytes": weight_bytes(runner.model)}
 
 
 # Loading
@@ -164,17 +163,14 @@ def read_layers(path: str, n_layers: int) -> dict[str, Any]:
 def load(path: str, device: str, dtype: str) -> dict[str, Any]:
     """From the path to a running forward pass of a few tokens."""
     meter = Meter(device)
-
-    weight_bytes = 0
+    loaded = []
 
     @torch.no_grad()
     def work() -> None:
-        nonlocal weight_bytes
-        checkpoint, _, runner = _load(path, device, dtype)
-        runner.model.hidden(torch.zeros(1, 8, dtype=torch.long, device=device))
-        weight_bytes = sum(math.prod(info.shape) for info in checkpoint.tensors.values()) * getattr(torch, dtype).itemsize
+        loaded.append(_load(path, device, dtype)[2].model)
+        loaded[0].hidden(torch.zeros(1, 8, dtype=torch.long, device=device))
 
-    return {"seconds": meter.seconds(work), "peak": meter.peak(), "weight_bytes": weight_bytes}
+    return {"seconds": meter.seconds(work), "peak": meter.peak(), "weight_bytes": weight_bytes(loaded[0])}
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ class Meter:
         return highest - self.before
 
 
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of all parameters; those that stand in two places count once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
 def _status(name: str) -> int | None:
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
