@@ -22,7 +22,7 @@ from headrank.store import LayerFacts
 from headrank.tokens import Sequences
 
 A = TypeVar("A", ScoreGram, OutputGram, HeadMoments)
-TOKENS_PER_BATCH = {"cpu": 1024, "cuda": 65536}  # where no batch size is asked for: more is no faster on a CPU; halved until it fits
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 65536}  # where no batch size is asked for: more is no faster on a CPU; halved until it fits
 RUN_BY_TRANSFORMERS = ("safetensors", "safetensors shards", "pytorch", "pytorch shards", "gguf", "gguf parts")
 
 
