@@ -45,7 +45,7 @@ def runner() -> DecoderRunner:
 
 def done(work: Callable[[], Any]) -> int:
     """Operations of matrix products that torch sees."""
-    of_rows = {torch.ops.mkldnn._linear_pointwise: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0]}
+    of_rows = {torch.ops.mkldnn._linear_pointwise: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0]} if gram.HAS_ONEDNN else {}
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=of_rows) as counter:
         work()
     return counter.get_total_flops()
