@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py
     python scripts/benchmark.py --section activations --size 128M --peers
+    python scripts/benchmark.py --section growth
 
 Every number comes from a process of its own. What is compared runs in turns, and medians are shown, so that a machine that grows
 slower meanwhile does so for all. Checkpoints hold random numbers; they are made one at a time, in a temporary folder.
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from benchmark_growth import ACTIVATIONS, LIMITS, WEIGHTS, Case, counting_operations, exponent, pass_operations, weights_operations
 from make_checkpoint import write_untrained
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +49,7 @@ class Section(StrEnum):
     activations = "activations"
     load = "load"
     startup = "startup"
+    growth = "growth"
 
 
 class Size(StrEnum):
@@ -95,12 +98,12 @@ class Report:
         place[path[-1]] = round(value, 3) if isinstance(value, float) else value
 
     @contextmanager
-    def checkpoint(self, size: str, *, variant: str = "mha", n_layer: int | None = None) -> Iterator[str]:
-        """A checkpoint in bfloat16 that is removed afterwards."""
+    def checkpoint(self, size: str, *, variant: str = "mha", **geometry: Any) -> Iterator[str]:
+        """A checkpoint in bfloat16 that is removed afterwards. geometry: fields of headrank.config.ModelConfig that are to differ."""
         model = load_family(CONFIGS / f"{size}.toml").variant(variant).model
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="headrank-benchmark-") as folder:
             print(f"making {size} {variant} ...", file=sys.stderr)
-            write_untrained(replace(model, n_layer=n_layer or model.n_layer), Path(folder), seed=0, dtype=torch.bfloat16)
+            write_untrained(replace(model, **geometry), Path(folder), seed=0, dtype=torch.bfloat16)
             yield folder
 
 
@@ -240,6 +243,50 @@ def startup(report: Report, folder: Path) -> None:
         report.say("startup", f"{name} {ratio:.2f}")
 
 
+def growth(report: Report) -> None:
+    """Time against the size of a model and of what it is fed, its exponents beside those of the operations that it takes.
+
+    Passes run in float32 on the CPU; counting is what measuring does with given queries, keys and outputs, without the pass.
+    """
+    options: dict[str, Any] = {"times": 3}
+    _grow(report, "weights", WEIGHTS, lambda path, case: job("weights", path=path, **options), {"weights": ("seconds", weights_operations)})
+    options |= {"device": "cpu", "dtype": "float32"}
+    _grow(
+        report,
+        "activations",
+        ACTIVATIONS,
+        lambda path, case: job("pass_and_counting", path=path, n_sequences=case.sequences, seq_len=case.seq_len, **options),
+        {"activations": ("seconds", pass_operations), "counting": ("counting", counting_operations)},
+    )
+
+
+def _grow(
+    report: Report,
+    source: str,
+    series: Mapping[str, Sequence[Case]],
+    command: Callable[[str, Case], list[str]],
+    shown: Mapping[str, tuple[str, Callable[[Case], int]]],
+) -> None:
+    """Runs all cases in turns. shown: name -> which of a job's numbers are its seconds, and how many operations these are."""
+    cases = dict.fromkeys(case for each in series.values() for case in each)  # one that several series have runs once
+    with ExitStack() as stack:
+        paths: dict[str, str] = {}
+        for case in cases:
+            if (model := str(case.geometry)) not in paths:
+                paths[model] = stack.enter_context(report.checkpoint("128M", **case.geometry))
+        found = report.compare(f"growth {source}", {str(case): command(paths[str(case.geometry)], case) for case in cases})
+    for name, (number, operations) in shown.items():
+        for quantity, each in series.items():
+            sizes = [getattr(case, quantity) for case in each]
+            seconds = [round(found[str(case)][number], 4) for case in each]
+            slope, expected = exponent(sizes, seconds), exponent(sizes, [operations(case) for case in each])
+            limit = LIMITS[name][quantity]
+            for key, value in {"sizes": sizes, "seconds": seconds, "exponent": slope, "expected": expected, "limit": limit}.items():
+                report.put(value, "growth", name, quantity, key)
+            times = ", ".join(f"{size}: {one:.3f}" for size, one in zip(sizes, seconds, strict=True))
+            report.say(f"growth {name}: {quantity}", f"exponent {slope:.2f}, expected {expected:.2f}, in the limit {limit}; seconds {times}")
+
+
 def machine(device: str) -> str:
     """The machine and what runs on it, in one line."""
     try:
@@ -260,8 +307,8 @@ def show(report: Report) -> None:
 
 
 def main(
-    section: Annotated[list[Section] | None, typer.Option(help="What to measure; all by default.")] = None,
-    size: Annotated[list[Size] | None, typer.Option(help="nano, 128M, 2.5B; all by default.")] = None,
+    section: Annotated[list[Section] | None, typer.Option(help="What to measure; all but growth by default, which takes eight minutes of its own.")] = None,
+    size: Annotated[list[Size] | None, typer.Option(help="nano, 128M, 2.5B; all by default. growth has sizes of its own.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda, of forward passes.")] = "cpu",
     with_peers: Annotated[bool, typer.Option("--peers", help="Beside TransformerLens and nnsight, in environments made for them.")] = False,
     with_variants: Annotated[bool, typer.Option("--variants", help="Weights: every attention kind of the family as well.")] = False,
@@ -270,7 +317,9 @@ def main(
 ) -> None:
     """Measures headrank beside what it is to be compared with."""
     sizes: list[str] = [each.value for each in size or Size]
-    sections = section or list(Section)
+    sections = section or [each for each in Section if each != Section.growth]
+    if Section.growth in sections and device != "cpu":
+        raise typer.BadParameter("--section growth counts what is done on the CPU; leave out --device")
     home = folder or Path(tempfile.mkdtemp(prefix="headrank-benchmark-"))
     home.mkdir(parents=True, exist_ok=True)
     report = Report(runs=runs, folder=home, device=device)
@@ -285,6 +334,8 @@ def main(
             early_stop(report)
         if Section.startup in sections:
             startup(report, home)
+        if Section.growth in sections:
+            growth(report)
         if with_peers:
             peers(report, home)
         show(report)

@@ -14,10 +14,11 @@ import headrank.null
 import headrank.rotary  # noqa: F401  (what a measurement imports when it needs it)
 from headrank.architectures import Architecture, AttentionLayer, describe
 from headrank.checkpoints import Checkpoint, open_checkpoint
-from headrank.forward import DecoderRunner, load_runner, pass_over
+from headrank.forward import DecoderRunner, Recorder, load_runner, pass_over
 from headrank.gram import product_of_rows
 from headrank.measure import Settings, measure
 from headrank.measures import find_measure
+from headrank.memory import kept
 from headrank.selection import ModelRef
 from headrank.store import LayerFacts
 from headrank.tokens import Sequences
@@ -28,10 +29,10 @@ CIRCUITS = tuple(find_measure("operator").grams.values())
 # Weights
 
 
-def weights(path: str) -> dict[str, Any]:
+def weights(path: str, times: int = 1) -> dict[str, Any]:
     """headrank: every layer, both circuits, from opening the files to the Gram matrices."""
     meter = Meter()
-    seconds = meter.seconds(lambda: measure(ModelRef(path=path, label="", scale=None), Settings(source="weights")))
+    seconds = meter.seconds(lambda: measure(ModelRef(path=path, label="", scale=None), Settings(source="weights")), times=times)
     return {"seconds": seconds, "peak": meter.peak()}
 
 
@@ -142,6 +143,27 @@ def activations(path: str, n_sequences: int, seq_len: int, device: str, dtype: s
     return {"seconds": meter.seconds(work, times=times), "peak": meter.peak(), "weight_bytes": weight_bytes(runner.model)}
 
 
+def pass_and_counting(path: str, n_sequences: int, seq_len: int, device: str, dtype: str, times: int) -> dict[str, Any]:
+    """headrank's pass, and on its own what it does with queries, keys and outputs, of random numbers: scores, sums and Gram matrices."""
+    whole = activations(path, n_sequences, seq_len, device, dtype, times)
+    architecture = describe(open_checkpoint(path))
+    H, D, d = architecture.n_head, architecture.d_head, architecture.d_model
+    q, k, z = (torch.randn(n_sequences, seq_len, H, D, dtype=getattr(torch, dtype), device=device) for _ in range(3))
+    W_O = torch.randn(d, H * D, dtype=z.dtype, device=device).T.unflatten(0, (H, D))
+    layers = [LayerFacts(index=layer.index, n_head=H, n_kv_head=H) for layer in architecture.layers]
+
+    @kept()
+    def work() -> None:
+        recorder = Recorder(layers, CIRCUITS, n_groups=n_sequences)
+        recorder.begin_batch(torch.arange(n_sequences, device=device), None)
+        for layer in layers:
+            recorder.scores(layer.key, q.transpose(1, 2), k.transpose(1, 2), scaling=D**-0.5)
+            recorder.outputs(layer.key, z, lambda: W_O)
+        recorder.grams(center=True)
+
+    return {**whole, "counting": Meter(device).seconds(work, times=times)}
+
+
 # Loading
 
 
@@ -174,4 +196,4 @@ def load(path: str, device: str, dtype: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main({job.__name__: job for job in (weights, materialise, floor, bare, activations, first_layer, read_layers, load)})
+    main({job.__name__: job for job in (weights, materialise, floor, bare, activations, pass_and_counting, first_layer, read_layers, load)})
