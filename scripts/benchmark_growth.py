@@ -49,7 +49,7 @@ def _series(case: Case, **sizes: Sequence[int]) -> dict[str, list[Case]]:
 
 # No MLP: weights mode leaves it alone. A layer's file is above the size up to which files are read whole for their fingerprint.
 WEIGHTS = _series(Case(8, 12, 1536, mlp=0), layers=(4, 8, 16), heads=(6, 12, 24), d_model=(768, 1536, 3072, 6144))
-# The width of 128M. No more than 4096 tokens, one batch.
+# The width of 128M.
 ACTIVATIONS = _series(
     Case(4, 6, 768, sequences=1, seq_len=1024),
     layers=(4, 8, 16),

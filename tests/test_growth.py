@@ -85,8 +85,7 @@ def test_counting_does_what_is_counted() -> None:
     assert done(work) == counting_operations(CASE, ALL_PAIRS)
 
 
-def test_weights_take_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gram, "BLOCK_ROWS", D)  # of larger blocks a little below the diagonal is computed as well
+def test_weights_take_what_is_counted() -> None:
     heads = range(5)
     left, right = torch.randn(5, 70, D), torch.randn(5, 70, D)
     one_circuit = weights_operations(Case(layers=1, heads=5, d_model=70)) // 2
