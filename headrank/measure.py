@@ -316,7 +316,7 @@ class _ActivationsWork:
             return
         from headrank.forward import load_runner, pass_over
 
-        runner = load_runner(self.checkpoint, self.architecture, device=self.device, dtype=self.dtype)
+        runner = load_runner(self.checkpoint, self.architecture, device=self.device, dtype=self.dtype, layers=layers, circuits=self.circuits)
         N, T = self.sequences.ids.shape
         progress.start(f"{label}, {len(layers)} layers", N * T, "tokens")
         grams = pass_over(
