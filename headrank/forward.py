@@ -173,8 +173,9 @@ class DecoderRunner:
         sizes = {name: math.prod(info.shape) * dtype.itemsize for name, info in checkpoint.tensors.items()}
         weights = [sum(size for name, size in sizes.items() if name.startswith(part)) for part in parts]
         remedies = ["--dtype bfloat16"] * (dtype == torch.float32) + ["--layer N (layers behind N are not loaded)"] * (last > 0)
-        where = str(checkpoint.path)
-        devices = place_parts(weights, [None, *range(last + 1)], device=device, needs=needs or Needs(), where=where, remedies=remedies)
+        where, needs = str(checkpoint.path), needs or Needs()
+        sums = [0, *(needs.sums.get(layer, 0) for layer in range(last + 1))]
+        devices = place_parts(weights, sums, work=needs.work, device=device, where=where, remedies=remedies)
         places = dict(zip(parts, devices, strict=True))
 
         def device_of(name: str) -> torch.device | None:

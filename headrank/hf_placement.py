@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headrank.errors import HeadrankError
-from headrank.placement import Needs, gigabytes, place_parts
+from headrank.placement import Needs, place_parts
 
 UNUSED = "cpu"  # where modules stay that no pass comes to
 
@@ -17,34 +17,36 @@ def device_map(model: Any, *, dtype: torch.dtype, device: torch.device, needs: N
     """Blocks in their order over the devices, all else of the base model on the first of these; output layers stay on the CPU.
 
     model: a transformers model on the meta device, of the class that will be loaded. The keys are names of modules, and of tensors
-    that lie beside blocks. Raises HeadrankError where accelerate is missing, the model has no blocks to part it at, or does not fit.
+    that lie beside blocks. Raises HeadrankError where accelerate is missing or the model does not fit.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise HeadrankError(f"{where}: a model that is larger than the device needs accelerate: pip install 'headrank[hf]'")
-    base_name = next(name for name, module in model.named_modules() if module is model.base_model)
-    blocks = list(_blocks(model.base_model, base_name, model._no_split_modules or ()))
-    beside = list(_around(model.base_model, base_name, blocks))
-    outside = list(_around(model, "", [base_name])) if base_name else []
-    sizes = {id(tensor): tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize for tensor in _tensors(model)}
+    base = model.base_model
+    base_name = next(name for name, module in model.named_modules() if module is base)
 
-    def held(name: str) -> set[int]:
+    def held(name: str) -> set[Tensor]:
         owner, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        part = getattr(owner, last)
-        return {id(part)} if isinstance(part, Tensor) else set(map(id, _tensors(part)))
+        part = getattr(owner, last) if last else owner
+        return {part} if isinstance(part, Tensor) else set(_tensors(part))
 
-    parts = [set[int]().union(*map(held, beside)), *map(held, blocks)]
-    used = set[int]().union(*parts)
-    if not blocks or sum(map(len, parts)) > len(used):  # tensors in two blocks would have to be on two devices
-        total = gigabytes(sum(sizes[tensor] for tensor in used))
-        why = f"{type(model).__name__} is not made of blocks that can lie on different devices"
-        raise HeadrankError(f"{where}: takes {total}, more than the device has free, and {why}\nTry --device cpu, or --source weights")
+    blocks = list(_blocks(base, base_name, model._no_split_modules or ()))
+    if len(set().union(*map(held, blocks))) < sum(len(held(block)) for block in blocks):
+        blocks = []  # what two of them share would have to be on two devices
+    if not blocks:
+        where = f"{where} ({type(model).__name__} has no blocks that could lie on different devices)"
+    beside = list(_around(base, base_name, blocks))
+    outside = list(_around(model, "", [base_name])) if base_name else []
+    used = set().union(*map(held, [*beside, *blocks]))
     tied = [name for name in outside if held(name) & used]  # an output layer that is the embedding
-    parts[0] = parts[0].union(*map(held, tied))
+    in_blocks = set().union(*map(held, blocks))
+    first = set().union(*map(held, [*beside, *tied])) - in_blocks
+    weights = [sum(tensor.numel() * _itemsize(tensor, dtype) for tensor in part) for part in (first, *map(held, blocks))]
+    sums = [needs.sums.get(_number(block), 0) for block in blocks]
     places = place_parts(
-        [sum(map(sizes.__getitem__, part)) for part in parts],
-        [None, *map(_number, blocks)],
+        weights,
+        [max(0, sum(needs.sums.values()) - sum(sums)), *sums],  # stacks have numbers in common: rather too much than too little
+        work=needs.work,
         device=device,
-        needs=needs,
         where=where,
         remedies=["--dtype bfloat16"] * (dtype == torch.float32),
     )
@@ -83,6 +85,10 @@ def _joined(name: str, last: str) -> str:
     return f"{name}.{last}" if name else last
 
 
-def _number(block: str) -> int | None:
-    """The number of the layer that a block is."""
-    return next((int(part) for part in reversed(block.split(".")) if part.isdigit()), None)
+def _number(block: str) -> int:
+    """The number of the layer that a block is; -1 where it is none."""
+    return next((int(part) for part in reversed(block.split(".")) if part.isdigit()), -1)
+
+
+def _itemsize(tensor: Tensor, dtype: torch.dtype) -> int:
+    return (dtype if tensor.is_floating_point() else tensor.dtype).itemsize

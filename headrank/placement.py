@@ -56,26 +56,24 @@ class Needs:
     """On the device of a layer, by its number: the accumulators."""
 
 
-def place_parts(
-    weights: Sequence[int], layers: Sequence[int | None], *, device: torch.device, needs: Needs, where: str, remedies: Sequence[str]
-) -> list[torch.device]:
-    """The device of each part of a model: `device` where it is no CUDA device or has room for all, else as many more as it takes.
+def place_parts(weights: Sequence[int], sums: Sequence[int], *, work: int, device: torch.device, where: str, remedies: Sequence[str]) -> list[torch.device]:
+    """The device of each part of a model: all on `device` where that is no CUDA device, else on as few as it takes.
 
-    weights: bytes of consecutive parts; layers: the number of the layer that a part is, None where it is none. where and remedies are
-    for the message. Raises HeadrankError where all devices together have too little free memory.
+    weights: bytes of consecutive parts; sums: bytes of the accumulators of each; work: see Needs. where and remedies are for the message.
+    Raises HeadrankError where all devices together have too little free memory.
     """
     if device.type != "cuda":
         return [device] * len(weights)
-    sizes = [size + (0 if layer is None else needs.sums.get(layer, 0)) for size, layer in zip(weights, layers, strict=True)]
+    sizes = [size + its for size, its in zip(weights, sums, strict=True)]
     devices, room = [], []
     for candidate in devices_of(device):  # one at a time: asking a device takes some of its memory
         devices.append(candidate)
-        room.append(free_bytes(candidate) - needs.work)
+        room.append(free_bytes(candidate) - work)
         places = evenly_placed(sizes, room)
         if places is not None:
             return [devices[place] for place in places]
-    free = ", ".join(f"{gigabytes(bytes_ + needs.work)} on {name}" for name, bytes_ in zip(devices, room, strict=True))
-    parts = f"weights take {gigabytes(sum(weights))}, sums {gigabytes(sum(sizes) - sum(weights))}, the work {gigabytes(needs.work)} on each device"
+    free = ", ".join(f"{gigabytes(bytes_ + work)} on {name}" for name, bytes_ in zip(devices, room, strict=True))
+    parts = f"weights take {gigabytes(sum(weights))}, sums {gigabytes(sum(sums))}, the work {gigabytes(work)} on each device"
     alone = ["starting without torchrun, which keeps every process to one device"] if n_processes() > 1 else []
     raise HeadrankError(f"{where}: does not fit: {parts}; free are {free}\nTry {', '.join([*remedies, *alone])}, --device cpu, or --source weights")
 
@@ -112,6 +110,6 @@ def gigabytes(size: int) -> str:
     """Bytes for people.
 
     >>> gigabytes(141_068_000_000)
-    '141 GB'
+    '141.1 GB'
     """
-    return f"{size / 1e9:.3g} GB"
+    return f"{size / 1e9:.1f} GB"
