@@ -219,6 +219,20 @@ def test_sums_of_a_pass_over_several_devices_go_on_in_another_process(machine: d
     assert all(np.array_equal(grams[0][key], grams[1][key]) for key in grams[0])
 
 
+def test_tokens_that_change_places_change_them_on_every_device() -> None:
+    first, second = torch.randn(2, 1, 1, 2, 3, generator=torch.Generator().manual_seed(0)).unbind(0)  # [B, G, T, D]
+    recorder, expected = (Recorder([LayerFacts(index=0, n_head=1, n_kv_head=1)], ("keys",), n_groups=1) for _ in range(2))
+    keep, swapped = torch.tensor([[True, False]]), torch.tensor([[False, True]])
+    recorder.begin_batch(torch.zeros(1, dtype=torch.long), keep)
+    recorder.keys("0", first)
+    recorder.move_tokens(torch.tensor([[1, 0]]))
+    recorder.keys("0", second)
+    for k, its in ((first, keep), (second, swapped)):
+        expected.begin_batch(torch.zeros(1, dtype=torch.long), its)
+        expected.keys("0", k)
+    assert np.array_equal(recorder.grams(center=True)["keys/0"], expected.grams(center=True)["keys/0"])
+
+
 def test_a_self_check_looks_at_layers_on_several_devices(machine: dict[torch.device, int]) -> None:
     sequences = [torch.from_numpy(row[:length]) for row, length in zip(RAGGED.ids, (11, 7), strict=False)]
     checks = list(activations_checks(spread("gqa", machine), sequences, LAYERS))
