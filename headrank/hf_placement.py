@@ -41,6 +41,7 @@ def device_map(model: Any, *, dtype: torch.dtype, device: torch.device, needs: N
     in_blocks = set().union(*map(held, blocks))
     first = set().union(*map(held, [*beside, *tied])) - in_blocks
     weights = [sum(tensor.numel() * _itemsize(tensor, dtype) for tensor in part) for part in (first, *map(held, blocks))]
+    remedies = ["--dtype bfloat16"] * (dtype == torch.float32) + ["--layer N (sums of fewer layers)"] * (len(needs.sums) > 1)
     sums = [needs.sums.get(_number(block), 0) for block in blocks]
     places = place_parts(
         weights,
@@ -48,7 +49,7 @@ def device_map(model: Any, *, dtype: torch.dtype, device: torch.device, needs: N
         work=needs.work,
         device=device,
         where=where,
-        remedies=["--dtype bfloat16"] * (dtype == torch.float32),
+        remedies=remedies,
     )
     found: dict[str, torch.device | str] = dict.fromkeys([*beside, *tied], places[0])
     found |= zip(blocks, places[1:], strict=True)

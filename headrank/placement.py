@@ -75,7 +75,7 @@ def place_parts(weights: Sequence[int], sums: Sequence[int], *, work: int, devic
     free = ", ".join(f"{gigabytes(bytes_ + work)} on {name}" for name, bytes_ in zip(devices, room, strict=True))
     parts = f"weights take {gigabytes(sum(weights))}, sums {gigabytes(sum(sums))}, the work {gigabytes(work)} on each device"
     alone = ["starting without torchrun, which keeps every process to one device"] if n_processes() > 1 else []
-    raise HeadrankError(f"{where}: does not fit: {parts}; free are {free}\nTry {', '.join([*remedies, *alone])}, --device cpu, or --source weights")
+    raise HeadrankError(f"{where}: does not fit: {parts}; free are {free}\nTry {', '.join([*remedies, *alone, '--device cpu'])}, or --source weights")
 
 
 def fits_one(n_bytes: int, device: torch.device, needs: Needs) -> bool:

@@ -122,7 +122,7 @@ def test_sums_lie_where_their_layer_does(free: dict[torch.device, int]) -> None:
     free[DEVICES[0]], free[DEVICES[1]] = rest + block + 20, block + 13
     assert places({0: 17, 1: 10}) == [DEVICES[0], DEVICES[0], DEVICES[1]]
     for too_much in ({0: 18, 1: 10}, {0: 17, 1: 11}):
-        with pytest.raises(HeadrankError, match="does not fit"):
+        with pytest.raises(HeadrankError, match=r"does not fit.*\nTry --layer N \(sums of fewer layers\), --device cpu, or --source weights"):
             places(too_much)
 
 

@@ -106,6 +106,9 @@ def test_what_does_not_fit_is_refused_with_what_it_takes_and_what_there_is(machi
         "free are 79.1 GB on lazy:0, 30.0 GB on lazy:1, 0.0 GB on lazy:2\n"
         "Try --dtype bfloat16, --device cpu, or --source weights"
     )
+    options["remedies"] = []
+    assert refusal().endswith("\nTry --device cpu, or --source weights")
+    options["remedies"] = ["--dtype bfloat16"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert refusal().endswith("Try --dtype bfloat16, starting without torchrun, which keeps every process to one device, --device cpu, or --source weights")
     assert gigabytes(141_068_000_000) == "141.1 GB"
