@@ -103,7 +103,7 @@ def free_bytes(device: torch.device) -> int:
 def n_processes() -> int:
     """Processes that torchrun started together with this one, itself included."""
     text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdigit() else 1
+    return int(text) if text.isdigit() and "LOCAL_RANK" in os.environ else 1  # some clusters set the first for every program
 
 
 def gigabytes(size: int) -> str:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 def parted(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The first two CUDA devices, or twice the only one, as a machine on which the tests' models fit on both together alone."""
     devices = [torch.device("cuda", index % torch.cuda.device_count()) for index in range(2)]
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(placement, "devices_of", lambda device: devices)
     return devices
 

@@ -67,7 +67,7 @@ def test_an_even_plan_leaves_as_much_on_the_fullest_device_as_any(sizes: list[in
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device, int]]:
     """A machine with three devices and what is free on each, which a test may change. Devices that were asked are listed in "asked"."""
     free = dict.fromkeys(DEVICES, 0)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(placement, "devices_of", lambda device: DEVICES)
     monkeypatch.setattr(placement, "free_bytes", free.__getitem__)
     with PretendedDevices():
@@ -110,18 +110,22 @@ def test_what_does_not_fit_is_refused_with_what_it_takes_and_what_there_is(machi
     assert refusal().endswith("\nTry --device cpu, or --source weights")
     options["remedies"] = ["--dtype bfloat16"]
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert refusal().endswith("Try --dtype bfloat16, starting without torchrun, which keeps every process to one device, --device cpu, or --source weights")
     assert gigabytes(141_068_000_000) == "141.1 GB"
 
 
 def test_a_model_may_take_all_devices_but_for_one_that_was_named_or_that_torchrun_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert [device.index for device in devices_of(CUDA)] == [1, 0, 2]
     assert [device.index for device in devices_of(torch.device("cuda:2"))] == [2]
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert [device.index for device in devices_of(CUDA)] == [1, 0, 2]
+    for n, rank in (("2", None), ("1", "0")):
+        monkeypatch.setenv("WORLD_SIZE", n)
+        if rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", rank)
+        assert [device.index for device in devices_of(CUDA)] == [1, 0, 2]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert [device.index for device in devices_of(CUDA)] == [1]
 
