@@ -8,14 +8,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headrank.errors import HeadrankError
 from headrank.tokens import encoded, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +65,15 @@ def load_tokenizer_ids(path: Path, texts: Sequence[str], *, gguf_file: str | Non
 
 
 def load_model(
-    path: Path, *, dtype: torch.dtype, gguf_file: str | None = None, device_map_of: Callable[[Any], Mapping[str, torch.device | str]] | None = None
+    path: Path, *, dtype: "torch.dtype", gguf_file: str | None = None, device_map_of: "Callable[[Any], Mapping[str, torch.device | str]] | None" = None
 ) -> Any:
     """A transformers model from a local folder or GGUF file. Nothing is fetched, and no code of the checkpoint's is run.
 
     It lies on the CPU, or where accelerate's device_map says, which device_map_of makes of the model on the meta device.
     Raises HeadrankError where transformers is missing, the checkpoint is quantised, an adapter, broken, or lacks a tensor of the model.
     """
+    import torch
+
     transformers = _transformers()
     folder, gguf_file = _folder_and_gguf(path, gguf_file)
     if (folder / "adapter_config.json").is_file():
@@ -141,6 +145,8 @@ def _model_class(transformers: Any, config: Any, gguf_file: str | None) -> Any:
 
 def _without_weights(model_class: Any, config: Any) -> Any:
     """The model on the meta device."""
+    import torch
+
     config = copy.deepcopy(config)
     with torch.device("meta"):
         return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)

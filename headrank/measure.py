@@ -3,9 +3,12 @@
 import hashlib
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,18 +17,21 @@ import numpy as np
 from headrank.config import MODEL_TYPE
 from headrank.errors import HeadrankError, NotFiniteError
 from headrank.measures import OPERATOR, check_source, find_measure
+from headrank.memory import kept
 from headrank.selection import ModelRef, resolve_layers
 from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
 
 if TYPE_CHECKING:
     from headrank.architectures import Architecture
     from headrank.checkpoints import Checkpoint
+    from headrank.gram import Workspace
     from headrank.resume import SavedPass
     from headrank.tokens import Sequences, TokenStream
 
 OWN_MODELS = (MODEL_TYPE, "nanochat")  # run by our own decoder
 FORM = {"measure": OPERATOR, "rope_offset": 0, "rope_mean": None}  # settings of what is measured of the heads, and what is plain
 MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
+GPU_DEVICES = ("nvidia", "nvhost", "nvmap", "nvgpu", "dxg", "kfd")  # beginnings of what stands in /dev where there is a GPU: Linux, WSL, Jetson, AMD
 KEEP_EVERY = 60.0  # seconds between two times that layers of one model are kept while others are still measured
 
 Part = tuple[tuple[LayerFacts, ...], dict[str, np.ndarray], dict[str, str]]
@@ -177,8 +183,8 @@ def measure(
     have = {layer.key for layer in known.layers} if known else set()
     missing = [layer for layer in chosen if layer.key not in have]
     last_kept = time.monotonic()
-    saved = work.saved_pass(store.folder, key, missing, progress) if store and store.folder else None
-    for layers_done, grams, faults in work.run(missing, ref.label, progress, saved=saved):
+    saved = work.saved_pass(store.folder, key, missing, progress) if missing and store and store.folder else None
+    for layers_done, grams, faults in work.run(missing, ref.label, progress, saved=saved) if missing else ():
         fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=layers_done, grams=grams, faults=faults)
         known = fresh.joined(known) if known else fresh
         if store and time.monotonic() - last_kept > KEEP_EVERY:  # what an interruption must not lose
@@ -247,6 +253,7 @@ class _WeightsWork:
 
     def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
         self.checkpoint, self.architecture = checkpoint, architecture
+        self.device = device_name(settings.device)
         self.factors: dict[str, Any] = {"raw": settings.raw}
         if architecture.kind == "mla":
             self.factors["mla_part"] = settings.mla_part
@@ -260,26 +267,41 @@ class _WeightsWork:
     def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None) -> Iterator[Part]:
         """A layer at a time."""
         places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
+        from headrank.factors import tensors_read
+
         progress.start(label, len(layers), "layers")
-        for done, layer in enumerate(layers, 1):
-            grams, faults = {}, {}
-            for circuit, name in self.grams.items():
-                try:
-                    grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit).cpu().numpy()[None]
-                except NotFiniteError as error:
-                    faults[f"{name}/{layer.key}"] = str(error)
-            progress.advance(done)
-            yield (layer,), grams, faults
+        with kept():
+            for done, layer in enumerate(layers, 1):
+                for following in layers[done : done + 1]:  # is read from the disk or the net while this one is worked on
+                    for circuit in self.grams:
+                        self.checkpoint.expect(tensors_read(places[following.group, following.index], circuit))
+                grams, faults = {}, {}
+                for circuit, name in self.grams.items():
+                    try:
+                        grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit).cpu().numpy()[None]
+                    except NotFiniteError as error:
+                        faults[f"{name}/{layer.key}"] = str(error)
+                progress.advance(done)
+                yield (layer,), grams, faults
 
     def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress) -> None:
         """Layers are kept as they are: there is no pass to continue."""
 
+    @cached_property
+    def _workspaces(self) -> "tuple[Workspace, Workspace]":
+        from headrank.gram import Workspace
+
+        return Workspace(), Workspace()
+
     def gram(self, checkpoint: Any, layer: Any, circuit: str, **options: Any) -> Any:
-        """One layer's Gram matrix as a tensor [H, H]; the tensors are read from the checkpoint that is given."""
+        """One layer's Gram matrix as a tensor [H, H] on the device; the tensors are read from the checkpoint that is given."""
+        import torch
+
         from headrank.factors import head_factors
         from headrank.kernels import weights_gram
 
-        factors = head_factors(checkpoint, self.architecture, layer, circuit, **{**self.factors, **options})
+        chosen = {**self.factors, "as_stored": self.settings == self.factors, **options}
+        factors = head_factors(checkpoint, self.architecture, layer, circuit, device=torch.device(self.device), **chosen)
         if self.offset or self.n_offsets is not None:
             from headrank.rotary import at_offset, mean_gram_over_offsets, rotary_of
 
@@ -287,26 +309,24 @@ class _WeightsWork:
             if self.n_offsets is not None and self.n_offsets > 1:
                 return mean_gram_over_offsets(factors, rotary, self.n_offsets)
             factors = at_offset(factors, rotary, self.offset)
-        return weights_gram(self.grams[circuit], factors)
+        return weights_gram(self.grams[circuit], factors, workspaces=self._workspaces)
 
 
 class _ActivationsWork:
     """Gram matrices from what the heads compute on tokens."""
 
     def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
-        import torch
-
         self.checkpoint, self.architecture, self.asked = checkpoint, architecture, settings
-        self.device = torch.device(device_name(settings.device))
-        self.dtype = getattr(torch, settings.dtype if settings.dtype != "auto" else ("bfloat16" if self.device.type == "cuda" else "float32"))
+        self.device = device_name(settings.device)
+        self.dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16" if self.device == "cuda" else "float32")
         self.circuits = tuple(find_measure(settings.measure).grams.values())
         self.sequences = sequences_to_feed(checkpoint, architecture, settings)
         self.tokens = facts_of(self.sequences, settings)
         self.settings = {
             "center": settings.center,
             "skip_first": settings.skip_first,
-            "device": self.device.type,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device,
+            "dtype": self.dtype,
             "tokens": self.sequences.sha256,
         } | form_of(settings)
 
@@ -314,9 +334,12 @@ class _ActivationsWork:
         """All layers together, in one pass that can be interrupted."""
         if not layers:
             return
+        import torch
+
         from headrank.forward import load_runner, pass_over
 
-        runner = load_runner(self.checkpoint, self.architecture, device=self.device, dtype=self.dtype, layers=layers, circuits=self.circuits)
+        device = torch.device(self.device)
+        runner = load_runner(self.checkpoint, self.architecture, device=device, dtype=getattr(torch, self.dtype), layers=layers, circuits=self.circuits)
         N, T = self.sequences.ids.shape
         progress.start(f"{label}, {len(layers)} layers", N * T, "tokens")
         grams = pass_over(
@@ -324,7 +347,7 @@ class _ActivationsWork:
             self.sequences,
             layers,
             self.circuits,
-            device=self.device,
+            device=device,
             batch_size=self.asked.batch_size,
             center=self.asked.center,
             skip_first=self.asked.skip_first,
@@ -357,15 +380,22 @@ def form_of(settings: Settings) -> dict[str, Any]:
 
 def device_name(name: str) -> str:
     """The device that --device means. Raises HeadrankError where PyTorch does not find it."""
-    import torch
-
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+        return "cuda" if _finds_cuda() else "cpu"
+    if name == "cuda" and not _finds_cuda():
         raise HeadrankError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
     if name == "mps":
         raise HeadrankError("--device mps: sums are kept in float64, which Metal does not have; use --device cpu")
     return name
+
+
+def _finds_cuda() -> bool:
+    """Whether PyTorch finds a CUDA device, or one of AMD's. Where Linux knows of none, PyTorch need not be loaded to ask it."""
+    if sys.platform == "linux" and not any(entry.name.startswith(GPU_DEVICES) for entry in os.scandir("/dev")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def sequences_to_feed(checkpoint: Any, architecture: Any, settings: Settings) -> "Sequences":
