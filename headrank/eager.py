@@ -38,6 +38,11 @@ class HeadsSeen:
     block: Tensor | None = None
     """[B, T, d_model]: the block's output less its bias."""
 
+    def move(self, device: torch.device) -> None:
+        """Brings all of it to one device: layers may lie on several."""
+        for name, tensor in vars(self).items():
+            setattr(self, name, None if tensor is None else tensor.to(device))
+
     def softmax(self) -> Tensor:
         """Attention probabilities from the scores, [B, H, T, S] float64."""
         assert self.scores is not None
@@ -108,6 +113,8 @@ def listen(runner: Runner, ids: Tensor, valid: Tensor | None, layers: Sequence[L
     listener.begin_batch(torch.zeros(len(ids), dtype=torch.long, device=ids.device), valid)
     with _inputs_of(attention_modules(runner), listener.seen):
         runner.run(ids, valid, listener, last_layer=max(layer.index for layer in layers))
+    for heads in listener.seen.values():
+        heads.move(ids.device)
     return listener.seen
 
 
@@ -119,9 +126,11 @@ def eager_pass(runner: Runner, ids: Tensor, valid: Tensor | None, layers: Sequen
             seen = listen(runner, ids, valid, layers)
         for key, heads in seen.items():
             heads.block = outputs[key]
-        return seen
-    seen = listen(runner, ids, valid, layers)
-    _stock_pass(runner, ids, valid, seen)
+    else:
+        seen = listen(runner, ids, valid, layers)
+        _stock_pass(runner, ids, valid, seen)
+    for heads in seen.values():
+        heads.move(ids.device)
     return seen
 
 

@@ -1,5 +1,7 @@
 """Batched forward passes that feed the accumulators: our decoder here, transformers' models in huggingface.py."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -8,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrank.accumulators import OutputGram, ScoreGram
-from headrank.architectures import Architecture
+from headrank.accumulators import PRODUCT_ROWS, OutputGram, ScoreGram
+from headrank.architectures import Architecture, AttentionLayer
 from headrank.checkpoints import Checkpoint
 from headrank.config import MODEL_TYPE, ModelConfig
 from headrank.errors import HeadrankError
@@ -17,12 +19,16 @@ from headrank.gram import Workspace
 from headrank.memory import kept
 from headrank.model import Decoder, load_decoder
 from headrank.moments import HeadMoments, linear_cka_gram
+from headrank.placement import Needs, place_parts
 from headrank.resume import SavedPass
 from headrank.store import LayerFacts
 from headrank.tokens import Sequences
 
 A = TypeVar("A", ScoreGram, OutputGram, HeadMoments)
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 65536}  # where no batch size is asked for: more is no faster on a CPU; halved until it fits
+WORK_TOKENS = 4096  # of the smallest batch that room is kept for on a device; where more is left, batches are larger
+WORK_BYTES = 1 << 30  # beside them: blocks of scores and outputs, several of accumulators.CUDA_BLOCK_BYTES each
+MOST_GROUPS = 256  # of sequences, in estimates of memory
 RUN_BY_TRANSFORMERS = ("safetensors", "safetensors shards", "pytorch", "pytorch shards", "gguf", "gguf parts")
 
 
@@ -41,15 +47,24 @@ class Recorder:
         self._workspace = Workspace()
         self._groups = torch.empty(0, dtype=torch.long)
         self._keep: Tensor | None = None
+        self._moved: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # the two, on each device that has layers
 
     def begin_batch(self, groups: Tensor, keep: Tensor | None) -> None:
         """groups: [B], the group of each sequence; keep: [B, T], False for tokens that do not count."""
         self._groups, self._keep = groups, keep
+        self._moved.clear()
 
     def move_tokens(self, order: Tensor) -> None:
         """The batch is fed with its tokens in another order: token t of sequence b is the one that begin_batch knew as order[b, t]. [B, T]."""
         if self._keep is not None:
             self._keep = self._keep.gather(1, order)
+            self._moved.clear()
+
+    def _tokens_on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Groups and tokens that count, on a device: moved there once a batch, whatever number of its layers asks for them."""
+        if device not in self._moved:
+            self._moved[device] = self._groups.to(device), None if self._keep is None else self._keep.to(device)
+        return self._moved[device]
 
     def wants(self, key: str, circuit: str) -> bool:
         """Whether a layer's scores (qk), outputs (ov), keys or values are to be counted."""
@@ -59,13 +74,15 @@ class Recorder:
         """Counts one batch of a layer's scores; q, k, the settings and what is returned are those of ScoreGram.add."""
         if key not in self._scores:
             self._scores[key] = self._as_it_was(f"qk/{key}", ScoreGram(q.shape[1], self.n_groups, q.device, self._workspace))
-        return self._scores[key].add(q, k, scaling=scaling, groups=self._groups, keep=self._keep, **settings)
+        groups, keep = self._tokens_on(q.device)
+        return self._scores[key].add(q, k, scaling=scaling, groups=groups, keep=keep, **settings)
 
     def ready_scores(self, key: str, scores: Tensor, *, mask: Tensor | None) -> None:
         """Counts one batch of a layer's scores that the model computed itself: [B, H, T, S], see ScoreGram.add_scores."""
         if key not in self._scores:
             self._scores[key] = self._as_it_was(f"qk/{key}", ScoreGram(scores.shape[1], self.n_groups, scores.device, self._workspace))
-        self._scores[key].add_scores(scores, groups=self._groups, keep=self._keep, mask=mask)
+        groups, keep = self._tokens_on(scores.device)
+        self._scores[key].add_scores(scores, groups=groups, keep=keep, mask=mask)
 
     def outputs(self, key: str, z: Tensor, W_O: Callable[[], Tensor]) -> None:
         """Counts one batch of what a layer's heads hand to the output projection. z: [B, T, H, D_v]; W_O() is [H, D_v, d_model]."""
@@ -75,7 +92,8 @@ class Recorder:
         if "ov" in self.circuits:
             if key not in self._outputs:
                 self._outputs[key] = self._as_it_was(f"ov/{key}", OutputGram(W_O().detach(), self.n_groups))
-            self._outputs[key].add(z, groups=self._groups, keep=self._keep)
+            groups, keep = self._tokens_on(z.device)
+            self._outputs[key].add(z, groups=groups, keep=keep)
 
     def keys(self, key: str, k: Tensor) -> None:
         """Counts one batch of a layer's keys, as they enter the scores: [B, G, T, D]."""
@@ -86,11 +104,12 @@ class Recorder:
         self._count(f"values/{key}", v.transpose(1, 2))
 
     def _count(self, name: str, x: Tensor) -> None:
-        if self._keep is not None and x.shape[:2] != self._keep.shape:
+        _, keep = self._tokens_on(x.device)
+        if keep is not None and x.shape[:2] != keep.shape:
             raise HeadrankError(f"{name}: these are {x.shape[1]} vectors a sequence, not one a token, so none can be left out; use --measure operator")
         if name not in self._moments:
             self._moments[name] = self._as_it_was(name, HeadMoments(x.shape[2], x.shape[3], x.device))
-        self._moments[name].add(x, keep=self._keep)
+        self._moments[name].add(x, keep=keep)
 
     def state(self) -> dict[str, Tensor]:
         """'qk/3/sums' -> sums over the batches so far: what restore() takes, in another process."""
@@ -132,12 +151,38 @@ class Runner(Protocol):
 
 
 class DecoderRunner:
-    """Our own decoder."""
+    """Our own decoder, on one CUDA device or on as many as it takes."""
 
-    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, config: ModelConfig | None = None) -> None:
-        """config: the geometry, where the checkpoint's configuration is not one of ours."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        config: ModelConfig | None = None,
+        needs: Needs | None = None,
+        last_layer: int | None = None,
+    ) -> None:
+        """config: the geometry, where the checkpoint's configuration is not one of ours. needs: of the pass beside the weights.
+        last_layer: the last that a pass comes to; those behind it get no memory, nor does the output layer, which none comes to.
+
+        Raises HeadrankError where the devices have too little memory, and what load_decoder raises.
+        """
         config = config or ModelConfig.from_dict(checkpoint.config, where=f"{checkpoint.path}/{checkpoint.config_name}")
-        self.model = load_decoder(config, checkpoint.read, names=checkpoint.tensors.keys(), device=device, dtype=dtype, where=str(checkpoint.path))
+        last = config.n_layer - 1 if last_layer is None else last_layer
+        parts = ["transformer.wte.", *(f"transformer.h.{layer}." for layer in range(last + 1))]
+        sizes = {name: math.prod(info.shape) * dtype.itemsize for name, info in checkpoint.tensors.items()}
+        weights = [sum(size for name, size in sizes.items() if name.startswith(part)) for part in parts]
+        remedies = ["--dtype bfloat16"] * (dtype == torch.float32) + ["--layer N (layers behind N are not loaded)"] * (last > 0)
+        where, needs = str(checkpoint.path), needs or Needs()
+        sums = [0, *(needs.sums.get(layer, 0) for layer in range(last + 1))]
+        devices = place_parts(weights, sums, work=needs.work, device=device, where=where, remedies=remedies)
+        places = dict(zip(parts, devices, strict=True))
+
+        def device_of(name: str) -> torch.device | None:
+            return next((place for part, place in places.items() if name.startswith(part)), None)
+
+        self.model = load_decoder(config, checkpoint.read, names=checkpoint.tensors.keys(), device=device_of, dtype=dtype, where=where)
 
     @torch.no_grad()
     def run(self, ids: Tensor, valid: Tensor | None, recorder: Recorder, *, last_layer: int) -> None:
@@ -158,18 +203,61 @@ class DecoderRunner:
                 handle.remove()
 
 
-def load_runner(checkpoint: Checkpoint, architecture: Architecture, *, device: torch.device, dtype: torch.dtype) -> Runner:
-    """The model of a checkpoint, ready to run: our own decoder, or one of transformers'. Raises HeadrankError where neither can be."""
+def load_runner(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: Sequence[LayerFacts] | None = None,
+    circuits: Sequence[str] = ("qk", "ov"),
+) -> Runner:
+    """The model of a checkpoint, ready to run over these layers (by default all): our own decoder, or one of transformers'.
+
+    A CUDA device without a number stands for as many of the machine's as the model takes. Raises HeadrankError where the checkpoint
+    cannot be run, and where the devices have too little memory.
+    """
+    wanted = [layer for layer in architecture.layers if layers is None or layer.index in {facts.index for facts in layers}]
+    needs = needs_of(checkpoint, architecture, wanted, circuits, dtype)
     model_type = checkpoint.config.get("model_type")
-    if model_type == MODEL_TYPE:
-        return DecoderRunner(checkpoint, device=device, dtype=dtype)
-    if model_type == "nanochat" and checkpoint.format == "nanochat":
-        return DecoderRunner(checkpoint, device=device, dtype=dtype, config=_nanochat_config(checkpoint, architecture))
+    if model_type == MODEL_TYPE or (model_type == "nanochat" and checkpoint.format == "nanochat"):
+        config = None if model_type == MODEL_TYPE else _nanochat_config(checkpoint, architecture)
+        last_layer = None if layers is None else max(layer.index for layer in layers)
+        return DecoderRunner(checkpoint, device=device, dtype=dtype, config=config, needs=needs, last_layer=last_layer)
     if checkpoint.format not in RUN_BY_TRANSFORMERS:
         raise HeadrankError(f"{checkpoint.path}: a forward pass needs a model folder or GGUF file on this disk, not {checkpoint.format}; use --source weights")
     from headrank.huggingface import TransformersRunner
 
-    return TransformersRunner.load(checkpoint.path, device=device, dtype=dtype)
+    n_bytes = sum(math.prod(info.shape) for info in checkpoint.tensors.values()) * dtype.itemsize
+    return TransformersRunner.load(checkpoint.path, device=device, dtype=dtype, needs=needs, n_bytes=n_bytes)
+
+
+def needs_of(checkpoint: Checkpoint, architecture: Architecture, layers: Sequence[AttentionLayer], circuits: Sequence[str], dtype: torch.dtype) -> Needs:
+    """The memory that a pass takes beside the weights. circuits: names of the Gram matrices to make, see headrank.measures."""
+    sums: Counter[int] = Counter()
+    for layer in layers:
+        sums[layer.index] += sums_bytes(layer, circuits)
+    in_layers = [info.shape for name, info in checkpoint.tensors.items() if len(info.shape) > 1 and any(part.isdigit() for part in name.split("."))]
+    widest = max((max(shape[-2:]) for shape in in_layers), default=0)
+    batch = WORK_TOKENS * (8 * architecture.d_model + 4 * widest) * dtype.itemsize
+    n = max((layer.n_head * layer.d_v for layer in layers), default=0)
+    end = 32 * n * n if "ov" in circuits or "cka" in circuits else 0  # when sums become Gram matrices: four [n, n] of float64 at a time
+    return Needs(work=max(WORK_BYTES + batch, end), sums=sums)
+
+
+def sums_bytes(layer: AttentionLayer, circuits: Sequence[str]) -> int:
+    """Bytes of the accumulators of one layer, at most. circuits: names of the Gram matrices to make, see headrank.measures."""
+    H, n, G = layer.n_head, layer.n_head * layer.d_v, layer.n_kv_head
+    grams = 8 * MOST_GROUPS * H * H
+    rows = max(PRODUCT_ROWS, layer.d_v)
+    sizes = {
+        "qk": grams,
+        "ov": grams + 8 * MOST_GROUPS * n + 2 * n * (n + rows),  # half of a float32 matrix [n, n], and a block of rows
+        "cka": 8 * n * n,
+        "keys": 8 * (G * layer.d_qk) ** 2,
+        "values": 8 * (G * layer.d_v) ** 2,
+    }
+    return sum(sizes[circuit] for circuit in circuits)
 
 
 def _nanochat_config(checkpoint: Checkpoint, architecture: Architecture) -> ModelConfig:

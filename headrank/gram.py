@@ -23,14 +23,15 @@ class Workspace:
     """Memory that is taken once and used again: fresh memory costs as much as the work on it."""
 
     def __init__(self) -> None:
-        self._held = torch.empty(0)
+        self._held: dict[torch.device, Tensor] = {}
 
     def take(self, *shape: int, device: torch.device) -> Tensor:
-        """float32 numbers of any value, until the next call."""
+        """float32 numbers of any value, until the next call for that device."""
         size = math.prod(shape)
-        if self._held.numel() < size or self._held.device != device:
-            self._held = torch.empty(size, device=device)
-        return self._held[:size].view(shape)
+        held = self._held.get(device)
+        if held is None or held.numel() < size:
+            held = self._held[device] = torch.empty(size, device=device)
+        return held[:size].view(shape)
 
 
 def factored_gram(

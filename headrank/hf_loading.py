@@ -1,10 +1,11 @@
 """Loading of transformers' models and tokenizers from local files: nothing is fetched, no code of a checkpoint's is run, no tensor is made up."""
 
 import contextlib
+import copy
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,9 +64,12 @@ def load_tokenizer_ids(path: Path, texts: Sequence[str], *, gguf_file: str | Non
     return TokenizedTexts(ids=ids, before=tuple(framed[:start]), after=tuple(framed[start + len(plain) :]))
 
 
-def load_model(path: Path, *, dtype: "torch.dtype", gguf_file: str | None = None) -> Any:
-    """A transformers model from a local folder or GGUF file, on the CPU. Nothing is fetched, and no code of the checkpoint's is run.
+def load_model(
+    path: Path, *, dtype: "torch.dtype", gguf_file: str | None = None, device_map_of: "Callable[[Any], Mapping[str, torch.device | str]] | None" = None
+) -> Any:
+    """A transformers model from a local folder or GGUF file. Nothing is fetched, and no code of the checkpoint's is run.
 
+    It lies on the CPU, or where accelerate's device_map says, which device_map_of makes of the model on the meta device.
     Raises HeadrankError where transformers is missing, the checkpoint is quantised, an adapter, broken, or lacks a tensor of the model.
     """
     import torch
@@ -84,9 +88,10 @@ def load_model(path: Path, *, dtype: "torch.dtype", gguf_file: str | None = None
                 raise HeadrankError(f"{path}: quantised ({_quantisation(config)}); give the unquantised model, or use --source weights")
             config._attn_implementation = None  # a checkpoint may name code to fetch here; the library's own choice is safe
             config._experts_implementation = None
-            model, info = _model_class(transformers, config, gguf_file).from_pretrained(
-                str(folder), config=config, dtype=dtype, weights_only=True, output_loading_info=True, **options
-            )
+            model_class = _model_class(transformers, config, gguf_file)
+            if device_map_of is not None:
+                options["device_map"] = dict(device_map_of(_without_weights(model_class, config)))
+            model, info = model_class.from_pretrained(str(folder), config=config, dtype=dtype, weights_only=True, output_loading_info=True, **options)
         except (HeadrankError, MemoryError, torch.OutOfMemoryError):
             raise
         except ImportError as error:
@@ -95,6 +100,10 @@ def load_model(path: Path, *, dtype: "torch.dtype", gguf_file: str | None = None
         except Exception as error:  # of many classes, whatever is wrong with the files
             raise HeadrankError(f"{path}: transformers cannot load it: {first_line(error)}; use --source weights") from error
     _check_whole(model, info, path)
+    if device_map_of is not None:
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(model)  # its own, not its modules': it would move inputs to any one of the devices
     return model
 
 
@@ -132,6 +141,15 @@ def _model_class(transformers: Any, config: Any, gguf_file: str | None) -> Any:
     if gguf_file:
         return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     return transformers.AutoModel
+
+
+def _without_weights(model_class: Any, config: Any) -> Any:
+    """The model on the meta device."""
+    import torch
+
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
 
 
 def _check_whole(model: Any, info: Mapping[str, Any], path: Path) -> None:

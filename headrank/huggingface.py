@@ -8,6 +8,7 @@ are watched at their softmax instead.
 import contextlib
 import inspect
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -23,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 from headrank.errors import HeadrankError
 from headrank.forward import Recorder
 from headrank.hf_loading import first_line, load_model, quiet
+from headrank.hf_placement import device_map
 from headrank.model.attention import keep_nan
+from headrank.placement import Needs, fits_one
 from headrank.store import LayerFacts
 
 NAME = "headrank"  # in the registry; no part of it may be the name of one of the library's own functions
@@ -79,11 +82,32 @@ class TransformersRunner:
             raise self.refusal("it bypasses transformers' attention functions")
         self.model.config.use_cache = False  # where the forward pass takes no such argument
         self.places: dict[tuple[str, int], LayerFacts] = {}
+        self.device = _home(self.model)
 
     @classmethod
-    def load(cls, path: Path, *, device: torch.device, dtype: torch.dtype, gguf_file: str | None = None) -> "TransformersRunner":
-        """Loads a folder, or a GGUF file. Raises HeadrankError where transformers is missing or cannot load it whole."""
-        return cls(load_model(path, dtype=dtype, gguf_file=gguf_file).to(device), name=str(path))
+    def load(
+        cls,
+        path: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        gguf_file: str | None = None,
+        needs: Needs | None = None,
+        n_bytes: int = 0,
+    ) -> "TransformersRunner":
+        """Loads a folder, or a GGUF file, onto one CUDA device or onto as many as it takes.
+
+        n_bytes: of all weights, at most; needs: of a pass beside them. Raises HeadrankError where transformers is missing or cannot load
+        it whole, and where the devices have too little memory.
+        """
+        needs = needs or Needs()
+        if fits_one(n_bytes, device, needs):
+            return cls(load_model(path, dtype=dtype, gguf_file=gguf_file).to(device), name=str(path))
+
+        def spread(model: Any) -> Mapping[str, torch.device | str]:
+            return device_map(model, dtype=dtype, device=device, needs=needs, where=str(path))
+
+        return cls(load_model(path, dtype=dtype, gguf_file=gguf_file, device_map_of=spread), name=str(path))
 
     @property
     def vocab_size(self) -> int:
@@ -120,6 +144,7 @@ class TransformersRunner:
 
     def feed(self, inputs: Mapping[str, Tensor], recorder: Recorder) -> None:
         """One pass over inputs by name, unpadded: for models that read pictures or sound."""
+        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         if not self.places:
             self._look({name: tensor[:1] for name, tensor in inputs.items()})
         self._forward(inputs, _Recording(self, recorder))
@@ -144,6 +169,7 @@ class TransformersRunner:
         """Arguments of the model for ids [B, T]; valid: [B, T], False where padding, which comes last."""
         if self.model.main_input_name != "input_ids":
             raise self.refusal(f"it reads {self.model.main_input_name}, not tokens")
+        ids, valid = ids.to(self.device), None if valid is None else valid.to(self.device)
         config = self.model.config
         pad = getattr(config.get_text_config(), "pad_token_id", None)
         inputs = {"input_ids": ids}
@@ -166,7 +192,7 @@ class TransformersRunner:
         if inputs is not None:
             variants = [(inputs, None)]
         else:
-            middle = torch.arange(2 * PROBE_TOKENS, device=self.model.device).view(2, -1) + self.vocab_size // 2  # special tokens are at the ends
+            middle = torch.arange(2 * PROBE_TOKENS, device=self.device).view(2, -1) + self.vocab_size // 2  # special tokens are at the ends
             ids, valid = middle % self.vocab_size, torch.ones_like(middle, dtype=torch.bool)
             valid[1, PROBE_TOKENS - 3 :] = False
             variants = [(self.inputs(ids, valid), valid), (self.inputs(ids, None), None)]
@@ -199,6 +225,7 @@ class TransformersRunner:
     def _check_unchanged(self, stock: Tensor, switched: Tensor, valid: Tensor | None) -> None:
         """An architecture that goes through the registry in parts of it only, or counts on a default, computes something else when switched."""
         if valid is not None and stock.shape[:2] == valid.shape:
+            valid = valid.to(stock.device)
             stock, switched = stock[valid], switched[valid]
         tolerance = 1e-3 if stock.dtype == torch.float32 else 0.1
         apart, size = (switched.float() - stock.float()).norm(), stock.float().norm()
@@ -250,15 +277,16 @@ class _Watch:
         self.times: Counter[str] = Counter()
         self.inside: list[nn.Module] = []  # attention modules that are running, where the registry is bypassed
         self.hooks: list[Any] = []
-        self._causal: dict[int, tuple[Tensor, bool]] = {}
+        self._causal: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
 
     def is_causal(self, mask: Tensor) -> bool:
         """Whether a mask says that a query sees itself and all before it, and nothing else. Layers share masks: each is looked at once."""
-        if id(mask) not in self._causal:
+        known = self._causal.get(id(mask))
+        if known is None or known[0]() is not mask:  # a number that another mask had before; where layers are on several devices, masks come and go
             T, S = mask.shape[-2:]
             plain = mask.dtype == torch.bool and T == S and bool((mask == torch.ones(T, T, dtype=torch.bool, device=mask.device).tril()).all())
-            self._causal[id(mask)] = mask, plain  # the mask too, so that its id stays its own
-        return self._causal[id(mask)][1]
+            known = self._causal[id(mask)] = weakref.ref(mask), plain
+        return known[1]
 
     def close(self) -> None:
         """Takes the hooks off the model."""
@@ -309,10 +337,10 @@ class _Probe(_Watch):
             raise self.runner.refusal(f"the output projection of {path} gives more than one tensor")
         if z.shape[-1] % n_head:
             raise self.runner.refusal(f"the output projection of {path} takes {z.shape[-1]} numbers, which {n_head} heads cannot share")
-        expected = z.float() @ output_weights(projection, n_head).flatten(0, 1).float()
-        bias = getattr(projection, "bias", None)
+        expected = z.float() @ output_weights(projection, n_head).flatten(0, 1).to(z.device).float()
+        bias = _held(projection, "bias")
         if isinstance(bias, Tensor):
-            expected = expected + bias.float()
+            expected = expected + bias.to(expected.device).float()
         apart = (output.float() - expected).norm()
         if apart.isfinite() and apart > 0.03 * expected.norm():  # bfloat16 keeps three digits; a wrong matrix is apart by the whole
             raise self.runner.refusal(f"the output projection of {path} does more than multiply by its weight")
@@ -367,9 +395,8 @@ class _Recording(_Watch):
             facts = self.current.get(path)
             if facts is None or not self.recorder.wants(facts.key, "ov"):
                 return
-            W_O = output_weights(projection, facts.n_head)
             z = args[0]
-            self.recorder.outputs(facts.key, z.unflatten(-1, W_O.shape[:2]), lambda: W_O)
+            self.recorder.outputs(facts.key, z.unflatten(-1, (facts.n_head, -1)), lambda: output_weights(projection, facts.n_head).to(z.device))
             self._seen("ov", facts.key)
 
         return hook
@@ -382,8 +409,26 @@ class _Recording(_Watch):
 
 def output_weights(projection: nn.Module, n_head: int) -> Tensor:
     """[H, D_v, d_model]: the matrix of an output projection by head. A Conv1D holds it in x out, all else out x in."""
-    weight: Any = projection.weight
+    weight: Any = _held(projection, "weight")
     return (weight if type(projection).__name__ == "Conv1D" else weight.T).detach().unflatten(0, (n_head, -1))
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """A parameter of a module, also of one that accelerate keeps elsewhere while the module is not running."""
+    tensor = getattr(module, name, None)
+    if isinstance(tensor, Tensor) and tensor.is_meta:
+        hook: Any = module._hf_hook
+        return hook.weights_map[name]
+    return tensor
+
+
+def _home(model: Any) -> torch.device:
+    """Where token ids go: to the embedding."""
+    try:
+        parameter = next(model.get_input_embeddings().parameters())
+    except (AttributeError, NotImplementedError, StopIteration):  # models of pictures and sound
+        return torch.device(model.device)
+    return torch.device("cpu") if parameter.is_meta else parameter.device
 
 
 def _places(calls: Sequence[_Call], runner: TransformersRunner) -> dict[tuple[str, int], LayerFacts]:

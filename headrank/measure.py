@@ -339,7 +339,7 @@ class _ActivationsWork:
         from headrank.forward import load_runner, pass_over
 
         device = torch.device(self.device)
-        runner = load_runner(self.checkpoint, self.architecture, device=device, dtype=getattr(torch, self.dtype))
+        runner = load_runner(self.checkpoint, self.architecture, device=device, dtype=getattr(torch, self.dtype), layers=layers, circuits=self.circuits)
         N, T = self.sequences.ids.shape
         progress.start(f"{label}, {len(layers)} layers", N * T, "tokens")
         grams = pass_over(

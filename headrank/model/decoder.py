@@ -30,6 +30,11 @@ class Block(nn.Module):
         x = x + self.attn(_norm(x), rotary, mask, probe)
         return x + self.mlp(_norm(x))
 
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters lie."""
+        return self.mlp.c_fc.weight.device
+
 
 class Decoder(nn.Module):
     """A causal language model. Parameter names are nanochat's."""
@@ -54,11 +59,16 @@ class Decoder(nn.Module):
         """The residual stream [B, T, d_model] after the last layer, or after `last_layer`'s attention and nothing behind it.
 
         tokens: [B, T] ids. valid: [B, T], False where a token is padding, on either side. probe sees every layer's attention.
+        Blocks may lie on several devices: what they take is moved to theirs.
         """
-        x = _norm(self.transformer["wte"](tokens))
+        embedding = cast(nn.Embedding, self.transformer["wte"])
+        x = _norm(embedding(tokens.to(embedding.weight.device)))
         rotary = rotary_table(self.config, tokens.shape[1], device=x.device, dtype=x.dtype)
-        mask = None if valid is None else attention_mask(valid)
+        mask = None if valid is None else attention_mask(valid.to(x.device))
         for block in self.blocks:
+            if x.device != block.device:
+                x, rotary = x.to(block.device), (rotary[0].to(block.device), rotary[1].to(block.device))
+                mask = None if mask is None else mask.to(block.device)
             if block.attn.layer == last_layer:
                 return x + block.attn(_norm(x), rotary, mask, probe)
             x = block(x, rotary, mask, probe)

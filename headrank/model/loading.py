@@ -38,11 +38,18 @@ def initialize(name: str, shape: torch.Size, config: ModelConfig, *, seed: int) 
 
 
 def load_decoder(
-    config: ModelConfig, read: Callable[[str], Tensor], *, names: Collection[str], device: torch.device, dtype: torch.dtype, where: str
+    config: ModelConfig,
+    read: Callable[[str], Tensor],
+    *,
+    names: Collection[str],
+    device: torch.device | Callable[[str], torch.device | None],
+    dtype: torch.dtype,
+    where: str,
 ) -> Decoder:
     """A decoder filled tensor by tensor, so that the weights are held once.
 
-    read returns a tensor by its name, best memory-mapped; names are those it knows. Raises HeadrankError where a parameter is
+    read returns a tensor by its name, best memory-mapped; names are those it knows. device: of all, or of a parameter by its name, all
+    of a block on one; a parameter for which it is None is looked at and left without memory. Raises HeadrankError where a parameter is
     missing, has another shape or is quantised, and where a tensor is left over: a decoder without it would compute something else.
     """
     with torch.device("meta"):
@@ -59,7 +66,8 @@ def load_decoder(
             raise HeadrankError(f"{where}: {name} has shape {list(tensor.shape)}, but config.json means {list(like.shape)}")
         if not tensor.is_floating_point():
             raise HeadrankError(f"{where}: {name} holds {str(tensor.dtype).removeprefix('torch.')}, quantised numbers whose scales are not known")
-        return tensor.to(device=device, dtype=dtype)
+        place = device if isinstance(device, torch.device) else device(name)
+        return like.to(dtype) if place is None else tensor.to(device=place, dtype=dtype)
 
     return _fill(model, take).eval().requires_grad_(False)
 
