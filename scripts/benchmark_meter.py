@@ -54,8 +54,8 @@ class Meter:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Of all parameters; those that stand in two places count once."""
-    return sum(parameter.nbytes for parameter in model.parameters())
+    """Of all parameters that have memory; those that stand in two places count once."""
+    return sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
 
 
 def _status(name: str) -> int | None:
