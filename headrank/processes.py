@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)  # the first may be long at what it does alone; who ends closes connections, which the others notice at once
+WRONG_USAGE = 2  # exit code
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # LOCAL_RANK too: some clusters set the others for every program
 
 Described = list[tuple[str, tuple[int, ...], Any]]
@@ -165,6 +166,8 @@ class Company(Team):
         with self._noticing_loss(), _stdout_aside():  # some versions of gloo say there whom they reached
             self._store = next(rendezvous("env://", timeout=PATIENCE))[0]
             dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.world, timeout=PATIENCE)
+        if not self.rank:  # the others have nothing to clear up; and while it waits for them to connect, python would not come to handle a signal
+            signal.signal(signal.SIGTERM, _stop)
 
     def _received(self, rank: int, coming: Described) -> Iterator[tuple[str, "Tensor"]]:
         """One tensor after the other, so that one alone takes memory here."""
@@ -221,7 +224,6 @@ def company(work: Callable[[Any, Team], None]) -> Iterator[None]:
     if this is None:
         yield
         return
-    signal.signal(signal.SIGTERM, _stop)
     if this.rank:
         raise SystemExit(_serve(this, work))
     token = _team.set(this)
@@ -254,13 +256,21 @@ def _serve(this: Company, work: Callable[[Any, Team], None]) -> int:
 
 @contextmanager
 def only_the_first_speaks() -> Iterator[None]:
-    """Context of a whole program, in which other processes than the first print nothing but how they crashed."""
+    """Context of a whole program, in which other processes than the first print nothing but how they crashed.
+
+    Wrong usage is no failure of theirs: torchrun would end the first, for one that failed before it, while it says what is wrong.
+    """
     this = started()
     if this is None or not this.rank:
         yield
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
+        try:
+            yield
+        except SystemExit as end:
+            if end.code == WRONG_USAGE:
+                raise SystemExit(0) from None
+            raise
 
 
 def _stop(number: int, frame: Any) -> None:
