@@ -63,7 +63,6 @@ class HeadSizes:
         size, known = state["size"].to(self.size.device), state["known"].to(self.size.device)
         self.size = torch.where(self._known, self.size, size)  # where it is not known, all numbers so far are 0
         self._known |= known
-        self._note()
         return size / self.size
 
 

@@ -129,7 +129,7 @@ def test_scores_counted_apart_are_those_counted_together(seed: int, cuts: list[i
 
 
 def test_what_was_merged_goes_on_counting_at_the_size_that_it_has_learnt() -> None:
-    tiny = torch.full((1, T, H, D), 2.0**-70) * torch.arange(1.0, T + 1).view(T, 1, 1)
+    tiny = torch.full((1, T, H, D), 2.0**-90) * torch.arange(1.0, T + 1).view(T, 1, 1)
     W_O = torch.eye(D).expand(H, D, D)
     nothing, something = OutputGram(W_O, 1), OutputGram(W_O, 1)
     one = torch.zeros(1, dtype=torch.long)
