@@ -148,7 +148,8 @@ def measure(
 ) -> Measurement:
     """Gram matrices of all circuits that the measure has, for the layers of a model that `layers` chooses from those with attention.
 
-    ref.path: a checkpoint, or a measurement file. What the store has is not measured again; what is measured goes there.
+    ref.path: a checkpoint, or a measurement file. What the store has is not measured again; what is measured goes there. The processes of
+    headrank.processes.company share the work: sequences from activations, layers from weights.
     Raises HeadrankError where the model cannot be read, a layer does not exist, or the tokens do not fit the model.
     """
     progress = progress or Silent()
