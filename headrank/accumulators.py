@@ -4,13 +4,12 @@ Nothing here grows with the number of tokens: sequences belong to S groups, and 
 """
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from headrank.gram import block_sums, product_of_rows, unit_size
+from headrank.gram import Workspace, block_sums, product_of_rows, unit_size
 
 CPU_BLOCK_BYTES = 3 << 18  # a block of scores is worked on in a core's second-level cache
 CPU_ROWS = 32, 64  # fewest and most queries of a block: products of fewer are slow, of more do needless work above the diagonal
@@ -64,20 +63,6 @@ class HeadSizes:
         self.size = torch.where(self._known, self.size, size)  # where it is not known, all numbers so far are 0
         self._known |= known
         return size / self.size
-
-
-class Workspace:
-    """Memory that one block of scores after the other takes: fresh memory costs as much as the work on it."""
-
-    def __init__(self) -> None:
-        self._held = torch.empty(0)
-
-    def take(self, *shape: int, device: torch.device) -> Tensor:
-        """float32 numbers of any value, until the next call."""
-        size = math.prod(shape)
-        if self._held.numel() < size or self._held.device != device:
-            self._held = torch.empty(size, device=device)
-        return self._held[:size].view(shape)
 
 
 class ScoreGram:

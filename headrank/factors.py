@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrank.architectures import Architecture, AttentionLayer, Chain, Norm, Projection, Scale, Slice
+from headrank.architectures import Architecture, AttentionLayer, Chain, Norm, Projection, Scale, Slice, Step
 from headrank.checkpoints import Checkpoint
 from headrank.errors import HeadrankError, NotFiniteError
 
@@ -33,7 +33,7 @@ class HeadFactors:
     """Head h is left[left_of_head[h]] @ right[right_of_head[h]].T times 2^exponent. Factors that heads share stand once."""
 
     left: Tensor
-    """[n_left, n, k]: float32, or float64 where the file stores that."""
+    """[n_left, n, k]: float32, float64 where the file stores that, or 16-bit numbers as they are stored where that was asked for."""
     right: Tensor
     """[n_right, m, k]"""
     left_of_head: tuple[int, ...]
@@ -43,30 +43,43 @@ class HeadFactors:
 
 
 def head_factors(
-    checkpoint: Checkpoint, architecture: Architecture, layer: AttentionLayer, circuit: str, *, raw: bool = False, mla_part: str = "both"
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    layer: AttentionLayer,
+    circuit: str,
+    *,
+    raw: bool = False,
+    mla_part: str = "both",
+    device: torch.device | None = None,
+    as_stored: bool = False,
 ) -> HeadFactors:
     """Factors of all heads of one layer; only the tensors that they need are read.
 
     circuit "qk": left = W_Q [H, d (+ 1), D], right = W_K [G, d, D]. "ov": left = W_V [G, d (+ 1), D_v], right = W_O^T [H, d, D_v].
     The one more row of left is the bias. raw takes the matrices as they lie in the file, without gains and biases.
-    mla_part takes the part of MLA's queries and keys without position, the rotary part, or both side by side.
+    mla_part takes the part of MLA's queries and keys without position, the rotary part, or both side by side. device: where they are
+    made, the CPU by default. as_stored leaves 16-bit numbers as they are where nothing is folded into them: products that sum them in
+    float32 lose nothing by it.
     Raises NotFiniteError naming the layer, the tensor and the head that hold NaN or infinity.
     """
     if circuit not in CIRCUITS:
         raise HeadrankError(f"circuit {circuit!r} is not known; known: {', '.join(CIRCUITS)}")
     if mla_part not in MLA_PARTS:
         raise HeadrankError(f"MLA part {mla_part!r} is not known; known: {', '.join(MLA_PARTS)}")
-    reader = _Reader(checkpoint, layer)
-    if circuit == "qk":
-        only = _chosen(layer, mla_part)
-        left, left_exponent = _factor(reader, layer.q, raw=raw, with_bias=True, only=only)
-        right, right_exponent = _factor(reader, layer.k, raw=raw, with_bias=False, only=only)
-    else:
-        left, left_exponent = _factor(reader, layer.v, raw=raw, with_bias=True)
-        right, right_exponent = _factor(reader, layer.o, raw=raw, with_bias=False)
-    if left.dtype != right.dtype:
+    reader = _Reader(checkpoint, layer, device)
+    only = _chosen(layer, mla_part) if circuit == "qk" else None
+    before, after = (layer.q, layer.k) if circuit == "qk" else (layer.v, layer.o)
+    left, left_exponent = _factor(reader, before, raw=raw, with_bias=True, only=only, as_stored=as_stored)
+    right, right_exponent = _factor(reader, after, raw=raw, with_bias=False, only=only, as_stored=as_stored)
+    if (left.dtype == torch.float64) != (right.dtype == torch.float64):
         left, right = left.double(), right.double()
     return HeadFactors(left, right, _shared(layer.n_head, len(left)), _shared(layer.n_head, len(right)), left_exponent + right_exponent)
+
+
+def tensors_read(layer: AttentionLayer, circuit: str) -> tuple[str, ...]:
+    """Names of the matrices that head_factors reads, each once."""
+    projections = (layer.q, layer.k) if circuit == "qk" else (layer.v, layer.o)
+    return tuple(dict.fromkeys(step.weight.tensor for its in projections for chains in its.parts.values() for chain in chains for step in chain))
 
 
 def head_matrices(checkpoint: Checkpoint, layer: AttentionLayer, projection: Projection) -> Tensor:
@@ -107,15 +120,16 @@ def _shared(n_head: int, n: int) -> tuple[int, ...]:
 class _Reader:
     """Tensors of one layer, each read once and checked."""
 
-    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer) -> None:
-        self.checkpoint, self.layer = checkpoint, layer
+    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer, device: torch.device | None = None) -> None:
+        self.checkpoint, self.layer, self.device = checkpoint, layer, device or torch.device("cpu")
         self.tensors: dict[str, Tensor] = {}
+        self._largest: dict[str, float] = {}
 
     def whole(self, name: str, scale: Scale | None = None) -> Tensor:
         if name not in self.tensors:
-            tensor = self.checkpoint.read(name)
+            tensor = self.checkpoint.read(name).to(self.device)
             if scale is not None:
-                tensor = tensor.float() * _spread(self.checkpoint.read(scale.tensor).float(), scale.block, tensor.shape)
+                tensor = tensor.float() * _spread(self.checkpoint.read(scale.tensor).to(self.device).float(), scale.block, tensor.shape)
             elif not tensor.is_floating_point():
                 info = self.checkpoint.tensors[name]
                 raise HeadrankError(f"{info.file}: {name} holds {info.dtype}, quantised numbers whose scales are not applied; take a checkpoint without them")
@@ -137,21 +151,22 @@ class _Reader:
         """Gains or biases that stand in one tensor, or in a tensor a head, one after the other."""
         return torch.cat([self.finite(self.whole(name).flatten(), name) for name in names])
 
+    def largest(self, name: str) -> float:
+        """The largest absolute value in a tensor that was read; infinity where it holds NaN; 0 where it is empty."""
+        if name not in self._largest:
+            tensor = self.tensors[name]
+            low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor) if tensor.numel() else (0.0, 0.0)
+            largest = max(-float(low), float(high))
+            self._largest[name] = largest if largest == largest else float("inf")
+        return self._largest[name]
+
     def finite(self, tensor: Tensor, name: str) -> Tensor:
-        if not tensor.numel():
-            return tensor
-        low, high = _range(tensor)
-        if abs(low) < float("inf") and abs(high) < float("inf"):  # false for NaN too
+        if not tensor.numel() or self.largest(name) < float("inf") or bool(torch.isfinite(tensor.float()).all()):
             return tensor
         bad = ~torch.isfinite(tensor.float()).flatten(1).all(1) if tensor.dim() > 1 else None
         head = "" if bad is None or len(bad) == 1 else f" of {'head' if len(bad) == self.layer.n_head else 'key-value head'} {int(bad.int().argmax())}"
         group = f"{self.layer.group} " if self.layer.group else ""
         raise NotFiniteError(f"{group}layer {self.layer.index}: {name}{head} holds NaN or infinity ({self.checkpoint.tensors[name].file.name})")
-
-
-def _range(tensor: Tensor) -> tuple[float, float]:
-    low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
-    return float(low), float(high)
 
 
 def _spread(scale: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
@@ -170,10 +185,14 @@ def _take(tensor: Tensor, weight: Slice) -> Tensor:
     return tensor[rows]
 
 
-def _factor(reader: _Reader, projection: Projection, *, raw: bool, with_bias: bool, only: tuple[str, ...] | None = None) -> tuple[Tensor, int]:
+def _factor(
+    reader: _Reader, projection: Projection, *, raw: bool, with_bias: bool, only: tuple[str, ...] | None = None, as_stored: bool = False
+) -> tuple[Tensor, int]:
     """[n, in (+ 1), size], and the power of two that was taken out of it because float32 cannot hold it."""
     wide = _size_of(reader, projection, raw)
-    dtype = torch.float32 if wide is None else torch.float64
+    dtype = torch.float64 if wide else torch.float32
+    if as_stored and (stored := _only_step(projection, raw=raw, with_bias=with_bias)) and reader.whole(stored.weight.tensor).dtype.itemsize == 2:
+        dtype = reader.whole(stored.weight.tensor).dtype
     matrix, row = _evaluate(reader, projection, dtype, raw=raw, only=only)
     if row is not None and with_bias:
         matrix = torch.cat((matrix, row.unsqueeze(1)), 1)
@@ -188,18 +207,23 @@ def _factor(reader: _Reader, projection: Projection, *, raw: bool, with_bias: bo
 def _size_of(reader: _Reader, projection: Projection, raw: bool) -> str | None:
     """Why float64 is needed: the file stores it ("stored"), or the product of the sizes may leave float32's range ("range")."""
     steps = [step for chains in projection.parts.values() for chain in chains for step in chain]
-    tensors = [reader.whole(step.weight.tensor, step.weight.scale) for step in steps]
+    tensors = {step.weight.tensor: reader.whole(step.weight.tensor, step.weight.scale) for step in steps}
     if not raw:
         norms = [norm for norm in (projection.head_norm, *(step.norm for step in steps)) if norm is not None]
-        tensors += [reader.whole(name) for norm in norms for name in norm.gain]
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        tensors |= {name: reader.whole(name) for norm in norms for name in norm.gain}
+    if any(tensor.dtype == torch.float64 for tensor in tensors.values()):
         return "stored"
-    size = 1.0
-    for tensor in tensors:
-        if tensor.numel():
-            low, high = _range(tensor)
-            size *= max(abs(low), abs(high)) or 1.0
+    size = math.prod(reader.largest(name) or 1.0 for name in tensors)
     return None if 1 / SAFE < size < SAFE else "range"
+
+
+def _only_step(projection: Projection, *, raw: bool, with_bias: bool) -> Step | None:
+    """The one step that makes a projection what it is, without a gain, a scale or a bias; None where there is more to it."""
+    steps = [step for chains in projection.parts.values() for chain in chains for step in chain]
+    if len(steps) != 1 or steps[0].weight.scale is not None:
+        return None
+    is_plain = raw or (steps[0].norm is None and projection.head_norm is None and not (with_bias and steps[0].bias))
+    return steps[0] if is_plain else None
 
 
 def _evaluate(reader: _Reader, projection: Projection, dtype: torch.dtype, *, raw: bool, only: tuple[str, ...] | None) -> tuple[Tensor, Tensor | None]:

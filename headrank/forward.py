@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrank.accumulators import OutputGram, ScoreGram, Workspace
+from headrank.accumulators import OutputGram, ScoreGram
 from headrank.architectures import Architecture
 from headrank.checkpoints import Checkpoint
 from headrank.config import MODEL_TYPE, ModelConfig
 from headrank.errors import HeadrankError
+from headrank.gram import Workspace
 from headrank.memory import kept
 from headrank.model import Decoder, load_decoder
 from headrank.moments import HeadMoments, linear_cka_gram

@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headrank.errors import HeadrankError
 from headrank.tokens import encoded, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +63,13 @@ def load_tokenizer_ids(path: Path, texts: Sequence[str], *, gguf_file: str | Non
     return TokenizedTexts(ids=ids, before=tuple(framed[:start]), after=tuple(framed[start + len(plain) :]))
 
 
-def load_model(path: Path, *, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
+def load_model(path: Path, *, dtype: "torch.dtype", gguf_file: str | None = None) -> Any:
     """A transformers model from a local folder or GGUF file, on the CPU. Nothing is fetched, and no code of the checkpoint's is run.
 
     Raises HeadrankError where transformers is missing, the checkpoint is quantised, an adapter, broken, or lacks a tensor of the model.
     """
+    import torch
+
     transformers = _transformers()
     folder, gguf_file = _folder_and_gguf(path, gguf_file)
     if (folder / "adapter_config.json").is_file():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrank.factors import HeadFactors
-from headrank.gram import factored_gram
+from headrank.gram import Workspace, factored_gram
 
 
 def one_side_gram(factor: Tensor, of_head: Sequence[int]) -> Tensor:
@@ -53,12 +53,15 @@ def orthonormal_bases(factor: Tensor) -> Tensor:
     return Q @ U * (sigma > threshold).unsqueeze(1)
 
 
-def weights_gram(name: str, factors: HeadFactors) -> Tensor:
-    """The Gram matrix that a measurement keeps under `name` (see headrank.measures), from the factors of its circuit. [H, H] float64."""
+def weights_gram(name: str, factors: HeadFactors, *, workspaces: tuple[Workspace, Workspace] | None = None) -> Tensor:
+    """The Gram matrix that a measurement keeps under `name` (see headrank.measures), from the factors of its circuit. [H, H] float64.
+
+    workspaces: as of factored_gram.
+    """
     if name.startswith("projection-kernel"):
         return projection_kernel(factors)
     if name == "keys":
         return one_side_gram(factors.right, factors.right_of_head)
     if name == "values":
         return one_side_gram(factors.left, factors.left_of_head)
-    return factored_gram(factors.left, factors.right, factors.left_of_head, factors.right_of_head)
+    return factored_gram(factors.left, factors.right, factors.left_of_head, factors.right_of_head, workspaces=workspaces)

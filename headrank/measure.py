@@ -3,11 +3,12 @@
 import hashlib
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 from headrank.config import MODEL_TYPE
 from headrank.errors import HeadrankError, NotFiniteError
 from headrank.measures import OPERATOR, check_source, find_measure
+from headrank.memory import kept
 from headrank.processes import ALONE, Team, team
 from headrank.selection import ModelRef, resolve_layers
 from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
@@ -26,12 +28,14 @@ if TYPE_CHECKING:
     from headrank.architectures import Architecture
     from headrank.checkpoints import Checkpoint
     from headrank.forward import Recorder
+    from headrank.gram import Workspace
     from headrank.resume import SavedPass
     from headrank.tokens import Sequences, TokenStream
 
 OWN_MODELS = (MODEL_TYPE, "nanochat")  # run by our own decoder
 FORM = {"measure": OPERATOR, "rope_offset": 0, "rope_mean": None}  # settings of what is measured of the heads, and what is plain
 MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
+GPU_DEVICES = ("nvidia", "nvhost", "nvmap", "nvgpu", "dxg", "kfd")  # beginnings of what stands in /dev where there is a GPU: Linux, WSL, Jetson, AMD
 KEEP_EVERY = 60.0  # seconds between two times that layers of one model are kept while others are still measured
 
 Part = tuple[tuple[LayerFacts, ...], dict[str, np.ndarray], dict[str, str]]
@@ -185,15 +189,18 @@ def measure(
     missing = [layer for layer in chosen if layer.key not in have]
     last_kept = time.monotonic()
     folder = store.folder if store else None
-    saved = work.saved_pass(folder, key, missing, progress, team()) if folder else None
-    task = Task(path=ref.path, fingerprint=model.fingerprint, settings=settings, decided=work.settings, layers=tuple(missing), key=key, folder=folder)
-    with team().handing_out(task) if missing else nullcontext():
-        for layers_done, grams, faults in work.run(missing, ref.label, progress, saved=saved, team=team()):
-            fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=layers_done, grams=grams, faults=faults)
-            known = fresh.joined(known) if known else fresh
-            if store and time.monotonic() - last_kept > KEEP_EVERY:  # what an interruption must not lose
-                store.keep(key, known)
-                last_kept = time.monotonic()
+    saved = work.saved_pass(folder, key, missing, progress, team()) if missing and folder else None
+    if missing:
+        task = Task(path=ref.path, fingerprint=model.fingerprint, settings=settings, decided=work.settings, layers=tuple(missing), key=key, folder=folder)
+        with team().handing_out(task):
+            for layers_done, grams, faults in work.run(missing, ref.label, progress, saved=saved, team=team()):
+                fresh = Measurement(
+                    model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=layers_done, grams=grams, faults=faults
+                )
+                known = fresh.joined(known) if known else fresh
+                if store and time.monotonic() - last_kept > KEEP_EVERY:  # what an interruption must not lose
+                    store.keep(key, known)
+                    last_kept = time.monotonic()
     assert known is not None
     twins = _WeightsWork(checkpoint, architecture, settings) if settings.null and (settings.measure == OPERATOR or settings.source == "weights") else None
     new_nulls = {circuit: name for circuit, name in twins.grams.items() if name not in known.null} if twins else {}
@@ -302,6 +309,7 @@ class _WeightsWork:
 
     def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
         self.checkpoint, self.architecture = checkpoint, architecture
+        self.device = device_name(settings.device)
         self.factors: dict[str, Any] = {"raw": settings.raw}
         if architecture.kind == "mla":
             self.factors["mla_part"] = settings.mla_part
@@ -315,22 +323,30 @@ class _WeightsWork:
     def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None, team: Team = ALONE) -> Iterator[Part]:
         """A layer at a time, as many as there are processes side by side. In the first process all come, in the others their own."""
         progress.start(label, len(layers), "layers")
-        for first in range(0, len(layers), team.world):
-            row = layers[first : first + team.world]
-            own = row[team.rank : team.rank + 1]
-            grams, faults = team.together(partial(self._measured, own, progress, first + len(row)))
-            yield from self._part(own, grams, faults)
-            for _, (its, its_faults), its_grams in team.collect((own, faults), grams):
-                yield from self._part(its, dict(its_grams), its_faults)
+        with kept():
+            for first in range(0, len(layers), team.world):
+                row = layers[first : first + team.world]
+                own, following = row[team.rank : team.rank + 1], layers[first + team.world + team.rank :][:1]
+                grams, faults = team.together(partial(self._measured, own, following, progress, first + len(row)))
+                yield from self._part(own, grams, faults)
+                for _, (its, its_faults), its_grams in team.collect((own, faults), grams):
+                    yield from self._part(its, dict(its_grams), its_faults)
 
-    def _measured(self, layers: Sequence[LayerFacts], progress: Progress, done: int) -> "tuple[dict[str, Tensor], dict[str, str]]":
-        """Gram matrices of some layers, or why there are none. done: how far the measurement has come then."""
+    def _measured(
+        self, layers: Sequence[LayerFacts], following: Sequence[LayerFacts], progress: Progress, done: int
+    ) -> "tuple[dict[str, Tensor], dict[str, str]]":
+        """Gram matrices of some layers, or why there are none. following: which come next. done: how far the measurement has come then."""
+        from headrank.factors import tensors_read
+
         places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
+        for layer in following:  # is read from the disk or the net while this one is worked on
+            for circuit in self.grams:
+                self.checkpoint.expect(tensors_read(places[layer.group, layer.index], circuit))
         grams, faults = {}, {}
         for layer in layers:
             for circuit, name in self.grams.items():
                 try:
-                    grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit)[None]
+                    grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit)[None].cpu()
                 except NotFiniteError as error:
                     faults[f"{name}/{layer.key}"] = str(error)
         progress.advance(done)
@@ -338,17 +354,26 @@ class _WeightsWork:
 
     def _part(self, layers: Sequence[LayerFacts], grams: "Mapping[str, Tensor]", faults: dict[str, str]) -> Iterator[Part]:
         if layers:
-            yield tuple(layers), {name: gram.cpu().numpy() for name, gram in grams.items()}, faults
+            yield tuple(layers), {name: gram.numpy() for name, gram in grams.items()}, faults
 
     def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress, team: Team) -> None:
         """Layers are kept as they are: there is no pass to continue."""
 
+    @cached_property
+    def _workspaces(self) -> "tuple[Workspace, Workspace]":
+        from headrank.gram import Workspace
+
+        return Workspace(), Workspace()
+
     def gram(self, checkpoint: Any, layer: Any, circuit: str, **options: Any) -> Any:
-        """One layer's Gram matrix as a tensor [H, H]; the tensors are read from the checkpoint that is given."""
+        """One layer's Gram matrix as a tensor [H, H] on the device; the tensors are read from the checkpoint that is given."""
+        import torch
+
         from headrank.factors import head_factors
         from headrank.kernels import weights_gram
 
-        factors = head_factors(checkpoint, self.architecture, layer, circuit, **{**self.factors, **options})
+        chosen = {**self.factors, "as_stored": self.settings == self.factors, **options}
+        factors = head_factors(checkpoint, self.architecture, layer, circuit, device=torch.device(self.device), **chosen)
         if self.offset or self.n_offsets is not None:
             from headrank.rotary import at_offset, mean_gram_over_offsets, rotary_of
 
@@ -356,26 +381,24 @@ class _WeightsWork:
             if self.n_offsets is not None and self.n_offsets > 1:
                 return mean_gram_over_offsets(factors, rotary, self.n_offsets)
             factors = at_offset(factors, rotary, self.offset)
-        return weights_gram(self.grams[circuit], factors)
+        return weights_gram(self.grams[circuit], factors, workspaces=self._workspaces)
 
 
 class _ActivationsWork:
     """Gram matrices from what the heads compute on tokens."""
 
     def __init__(self, checkpoint: Any, architecture: Any, settings: Settings) -> None:
-        import torch
-
         self.checkpoint, self.architecture, self.asked = checkpoint, architecture, settings
-        self.device = torch.device(device_name(settings.device))
-        self.dtype = getattr(torch, settings.dtype if settings.dtype != "auto" else ("bfloat16" if self.device.type == "cuda" else "float32"))
+        self.device = device_name(settings.device)
+        self.dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16" if self.device == "cuda" else "float32")
         self.circuits = tuple(find_measure(settings.measure).grams.values())
         self.sequences = sequences_to_feed(checkpoint, architecture, settings)
         self.tokens = facts_of(self.sequences, settings)
         self.settings = {
             "center": settings.center,
             "skip_first": settings.skip_first,
-            "device": self.device.type,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device,
+            "dtype": self.dtype,
             "tokens": self.sequences.sha256,
         } | form_of(settings)
 
@@ -402,13 +425,16 @@ class _ActivationsWork:
 
     def _recorded(self, layers: Sequence[LayerFacts], label: str, progress: Progress, saved: "SavedPass | None", team: Team) -> "Recorder":
         """What is counted on this process's share of the sequences."""
+        import torch
+
         from headrank.forward import Recorder, load_runner, recorded
 
         N, T = self.sequences.ids.shape
         share, n_groups = team.share(N), min(N, MAX_GROUPS)
         if not share:
             return Recorder(layers, self.circuits, n_groups=n_groups)
-        runner = load_runner(self.checkpoint, self.architecture, device=self.device, dtype=self.dtype)
+        device = torch.device(self.device)
+        runner = load_runner(self.checkpoint, self.architecture, device=device, dtype=getattr(torch, self.dtype))
         progress.start(f"{label}, {len(layers)} layers", N * T, "tokens")
 
         def on_batch(done: int, total: int) -> None:
@@ -420,7 +446,7 @@ class _ActivationsWork:
             self.sequences,
             layers,
             self.circuits,
-            device=self.device,
+            device=device,
             batch_size=self.asked.batch_size,
             skip_first=self.asked.skip_first,
             n_groups=n_groups,
@@ -446,15 +472,22 @@ def form_of(settings: Settings) -> dict[str, Any]:
 
 def device_name(name: str) -> str:
     """The device that --device means. Raises HeadrankError where PyTorch does not find it."""
-    import torch
-
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+        return "cuda" if _finds_cuda() else "cpu"
+    if name == "cuda" and not _finds_cuda():
         raise HeadrankError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
     if name == "mps":
         raise HeadrankError("--device mps: sums are kept in float64, which Metal does not have; use --device cpu")
     return name
+
+
+def _finds_cuda() -> bool:
+    """Whether PyTorch finds a CUDA device, or one of AMD's. Where Linux knows of none, PyTorch need not be loaded to ask it."""
+    if sys.platform == "linux" and not any(entry.name.startswith(GPU_DEVICES) for entry in os.scandir("/dev")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def sequences_to_feed(checkpoint: Any, architecture: Any, settings: Settings) -> "Sequences":

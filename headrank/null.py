@@ -50,7 +50,7 @@ def null_grams(
         return factored_gram(factors.left, factors.right, factors.left_of_head, factors.right_of_head)
 
     make = gram or operators
-    return np.stack([make(RandomTwin(checkpoint, seed), layer, circuit, raw=True).numpy() for seed in range(n_samples)])
+    return np.stack([make(RandomTwin(checkpoint, seed), layer, circuit, raw=True).cpu().numpy() for seed in range(n_samples)])
 
 
 def null_ranks(checkpoint: Checkpoint, architecture: Architecture, circuit: str, *, gram: Callable[..., Tensor] | None = None) -> dict[str, list[float]]:

@@ -1,5 +1,6 @@
 """Seconds and memory of what one process does. Needs torch alone, so that it runs in any environment."""
 
+import gc
 import json
 import resource
 import statistics
@@ -18,6 +19,8 @@ class Meter:
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
         torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # threads and libraries are there before the count begins
+        gc.collect()
+        gc.freeze()  # what imports left behind is not looked through again within the count
         if self.device.type == "cuda":
             torch.zeros(1, device=self.device)
             torch.cuda.reset_peak_memory_stats()

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from headrank.architectures import Architecture, describe
 from headrank.checkpoints import Checkpoint, open_checkpoint
+from headrank.checkpoints.safetensors import SafetensorsCheckpoint
 from headrank.diversity import similarity
 from headrank.errors import HeadrankError, NotFiniteError
 from headrank.factors import HeadFactors, head_factors
 from headrank.gram import factored_gram
+from headrank.measure import Settings, measure
+from headrank.selection import ModelRef
 from tests.checkpoints.latent import deepseek, make_latent
 from tests.checkpoints.writing import LAYOUTS, State, make_heads, state_of, width_of, write_folder
 
@@ -193,3 +196,41 @@ def test_eight_bit_weights_are_multiplied_by_their_scales(name: str, block: Any,
     left = head_factors(checkpoint, architecture, architecture.layers[0], "qk").left
     torch.testing.assert_close(left, expected.unflatten(0, (H, D)).transpose(1, 2))
     assert architecture.remarks == ("matrices are stored as F8_E4M3 with scales, which are applied",)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_numbers_stay_as_they_are_where_that_is_asked_for_and_give_the_same_gram(dtype: torch.dtype, tmp_path: Path) -> None:
+    state, config = llama()
+    checkpoint, architecture = opened(tmp_path, {name: tensor.to(dtype) for name, tensor in state.items()}, config)
+    grams = []
+    for as_stored in (False, True):
+        qk = head_factors(checkpoint, architecture, architecture.layers[0], "qk", raw=True, as_stored=as_stored)
+        assert qk.left.dtype == qk.right.dtype == (dtype if as_stored else torch.float32)
+        grams.append(factored_gram(qk.left, qk.right, qk.left_of_head, qk.right_of_head))
+    assert torch.equal(*grams)
+
+
+def test_16_bit_numbers_become_float32_where_something_is_folded_into_them(tmp_path: Path) -> None:
+    state, config = llama(self_attn__v_proj__bias=torch.randn(G * D), input_layernorm__weight=torch.rand(WIDTH) + 0.5)
+    checkpoint, architecture = opened(tmp_path, {name: tensor.bfloat16() for name, tensor in state.items()}, config)
+    qk, ov = (head_factors(checkpoint, architecture, architecture.layers[0], circuit, as_stored=True) for circuit in ("qk", "ov"))
+    assert [factor.dtype for factor in (qk.left, qk.right, ov.left, ov.right)] == [torch.float32, torch.float32, torch.float32, torch.bfloat16]
+    plain = head_factors(checkpoint, architecture, architecture.layers[0], "ov")
+    for found, expected in ((ov.left, plain.left), (ov.right, plain.right)):
+        assert torch.equal(found.float(), expected)
+
+
+def test_a_layer_is_expected_while_the_one_before_it_is_worked_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**LAYOUTS["llama"].config(HEADS[0]), "num_hidden_layers": 3}
+    state = {name.replace("layers.0", f"layers.{layer}"): tensor.clone() for name, tensor in llama()[0].items() for layer in range(3)}
+    folder = write_folder(tmp_path, state, config)
+    done: list[str] = []
+    monkeypatch.setattr(SafetensorsCheckpoint, "expect", lambda self, names: done.extend(f"expect {name}" for name in names))
+    read = SafetensorsCheckpoint.read
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", lambda self, name: done.append(f"read {name}") or read(self, name))
+    measure(ModelRef(path=str(folder), label="", scale=None), Settings(source="weights"))
+    for layer in (1, 2):
+        for name in ("q", "k", "v", "o"):
+            tensor = f"model.layers.{layer}.self_attn.{name}_proj.weight"
+            first_of_the_one_before = done.index(f"read model.layers.{layer - 1}.self_attn.q_proj.weight")
+            assert done.index(f"expect {tensor}") < first_of_the_one_before < done.index(f"read {tensor}")

@@ -1,12 +1,14 @@
 """Imports point one way: a module knows those of its own floor and of the floors below, never what stands above it."""
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import headrank
 
@@ -111,6 +113,26 @@ def test_no_heavy_package_is_imported(names: list[str]) -> None:
     code = f"import sys, importlib\nfor name in {names}: importlib.import_module('headrank.' + name)\nprint(*({set(HEAVY)} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or torch.cuda.is_available(), reason="where there may be a GPU, torch is asked for it")
+@pytest.mark.parametrize("source", ["weights", "activations"])
+def test_a_measurement_that_is_in_the_store_is_found_without_torch(source: str, tmp_path: Path) -> None:
+    model = ROOT / "data" / "nano" / "gqa"
+    lines = (
+        "import sys",
+        "from headrank.measure import Settings, measure",
+        "from headrank.selection import ModelRef",
+        "from headrank.store import Store",
+        f"settings = Settings(source={source!r}, n_sequences=2, null=True)",
+        f"measure(ModelRef(path={str(model)!r}, label='', scale=None), settings, store=Store.default())",
+        f"print(*({set(HEAVY)} & set(sys.modules)))",
+    )
+    code = "\n".join(lines)
+    environment = {**os.environ, "HEADRANK_CACHE": str(tmp_path)}
+    first, second = (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout.split() for _ in range(2))
+    assert "torch" in first
+    assert second == []
 
 
 @pytest.mark.parametrize("module", ["gram", "accumulators", "moments", "model.attention", "model.decoder"])

@@ -2,16 +2,19 @@
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAMPLE_BYTES = 4 << 10
-SAMPLE_EVERY = 128 << 10
+SAMPLE_EVERY = 1 << 20
 WHOLE_BYTES = 16 << 20  # files up to this size are read whole
 
 
@@ -47,11 +50,15 @@ class Checkpoint(ABC):
         """What was left aside on opening, for people."""
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         """One tensor on the CPU in its stored type (quantised ones as float32), memory-mapped where the format allows.
 
         Raises HeadrankError where the type has no counterpart in torch or the file has changed since it was opened.
         """
+
+    def expect(self, names: Iterable[str]) -> None:
+        """These tensors are going to be read: a format that can fetch them meanwhile begins to. Errors come when they are read."""
+        return
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -64,10 +71,15 @@ class Checkpoint(ABC):
 
     def fingerprint(self) -> str:
         """ "sha256:…" over the configuration, the tensors' headers and the content: small files whole, of large ones 4 KiB out of
-        every 128 KiB and the beginning of every tensor.
+        every MiB and the beginning of every tensor.
 
         The same for a copy in another place or of another date; a change between the samples of a large file can go unnoticed.
+        Taken once, as the headers are.
         """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         digest.update(json.dumps(self.config, sort_keys=True, default=str).encode())
         for name, info in sorted(self.tensors.items()):
@@ -89,5 +101,4 @@ def _sample(file: Path, digest: "hashlib._Hash", starts: Iterable[int]) -> None:
             digest.update(stream.read())
             return
         for start in sorted({*range(0, size, SAMPLE_EVERY), *starts, size - SAMPLE_BYTES}):
-            stream.seek(start)
-            digest.update(stream.read(SAMPLE_BYTES))
+            digest.update(os.pread(stream.fileno(), SAMPLE_BYTES, start))

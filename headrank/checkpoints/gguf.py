@@ -11,16 +11,17 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headrank.checkpoints.base import Checkpoint, TensorInfo
 from headrank.checkpoints.files import inside, regular_size
-from headrank.checkpoints.safetensors import Span, mapped
+from headrank.checkpoints.safetensors import BITS, Span, mapped, will_be_read
 from headrank.errors import HeadrankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -29,8 +30,8 @@ STRING, ARRAY = 8, 9
 KEPT_ENTRIES = 4096  # longer arrays are vocabularies: their length is kept, not their entries
 # Types that are plain numbers: id -> name, torch's type. All others are quantised.
 PLAIN = {
-    0: ("F32", torch.float32), 1: ("F16", torch.float16), 24: ("I8", torch.int8), 25: ("I16", torch.int16), 26: ("I32", torch.int32),
-    27: ("I64", torch.int64), 28: ("F64", torch.float64), 30: ("BF16", torch.bfloat16),
+    0: ("F32", "float32"), 1: ("F16", "float16"), 24: ("I8", "int8"), 25: ("I16", "int16"), 26: ("I32", "int32"),
+    27: ("I64", "int64"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16"),
 }  # fmt: skip
 
 
@@ -65,7 +66,13 @@ class GgufCheckpoint(Checkpoint):
     def starts_in(self, file: Path) -> Iterable[int]:
         return (entry.span.start for name, entry in self._entries.items() if self.tensors[name].file == file)
 
-    def read(self, name: str) -> Tensor:
+    def expect(self, names: Iterable[str]) -> None:
+        for name in names:
+            will_be_read(self.tensors[name].file, self._entries[name].span)
+
+    def read(self, name: str) -> "Tensor":
+        import torch
+
         info, entry = self.tensors[name], self._entries[name]
         try:
             data = mapped(info.file, entry.span)
@@ -73,7 +80,7 @@ class GgufCheckpoint(Checkpoint):
             raise HeadrankError(f"{info.file}: {name} cannot be read, the file changed: {error}") from None
         if entry.type_id in PLAIN:
             raw = torch.frombuffer(data, dtype=torch.uint8) if math.prod(info.shape) else torch.empty(0, dtype=torch.uint8)
-            return raw.view(PLAIN[entry.type_id][1]).view(info.shape)
+            return raw.view(getattr(torch, PLAIN[entry.type_id][1])).view(info.shape)
         package = _gguf_package(info.file)
         blocks = np.frombuffer(data, dtype=np.uint8).reshape(*info.shape[:-1], -1)
         try:
@@ -222,8 +229,8 @@ def _place(reader: _Header, headers: list[tuple[str, tuple[int, ...], int, int]]
 def _type(file: Path, name: str, type_id: int) -> tuple[str, int, int]:
     """Name, numbers a block, bytes a block."""
     if type_id in PLAIN:
-        type_name, dtype = PLAIN[type_id]
-        return type_name, 1, dtype.itemsize
+        type_name = PLAIN[type_id][0]
+        return type_name, 1, BITS[type_name] // 8
     package = _gguf_package(file)
     try:
         quantization = package.GGMLQuantizationType(type_id)

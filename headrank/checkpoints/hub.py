@@ -9,21 +9,24 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from headrank.checkpoints.base import Checkpoint, TensorInfo
 from headrank.checkpoints.files import read_json
 from headrank.checkpoints.safetensors import Span, as_tensor, check_header_length, parse_header
 from headrank.errors import HeadrankError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/([\w./-]+\.(?:gguf|safetensors|bin|pt|pth)))?(?:@([\w./-]+))?")
 FIRST_BYTES = 1 << 17  # most headers fit in this
+FETCHERS = 4  # tensors that are fetched at the same time
 KEPT_BYTES = 1 << 30  # of tensors already fetched, for the other circuit
 ATTEMPTS = 3
 TIMEOUT_SECONDS = 30
@@ -50,6 +53,8 @@ class HubCheckpoint(Checkpoint):
         self._remote = remote
         self._spans: dict[str, tuple[str, Span]] = {}
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._coming: dict[str, Future[Tensor]] = {}
+        self._fetchers = ThreadPoolExecutor(FETCHERS, thread_name_prefix="fetch")
         tensors: dict[str, TensorInfo] = {}
         for name in names:
             infos, spans = _remote_header(remote, name)
@@ -57,15 +62,24 @@ class HubCheckpoint(Checkpoint):
             self._spans |= {tensor: (name, span) for tensor, span in spans.items()}
         super().__init__(path, format="safetensors on the Hub", config=config, config_name="config.json", tensors=tensors)
 
-    def read(self, name: str) -> Tensor:
+    def expect(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._kept and name not in self._coming:
+                self._coming[name] = self._fetchers.submit(self._fetch, name)
+
+    def read(self, name: str) -> "Tensor":
         if name not in self._kept:
-            file, span = self._spans[name]
-            data = bytearray(_fetch(self._remote, file, span)) if span.stop > span.start else bytearray()
-            self._kept[name] = as_tensor(data, name, self.tensors[name])
+            coming = self._coming.pop(name, None)
+            self._kept[name] = coming.result() if coming else self._fetch(name)
         self._kept.move_to_end(name)
         while len(self._kept) > 1 and sum(tensor.nbytes for tensor in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
         return self._kept[name]
+
+    def _fetch(self, name: str) -> "Tensor":
+        file, span = self._spans[name]
+        data = bytearray(_fetch(self._remote, file, span)) if span.stop > span.start else bytearray()
+        return as_tensor(data, name, self.tensors[name])
 
     def fingerprint(self) -> str:
         """Over the configuration, the headers, and the hashes that the Hub states of the files."""

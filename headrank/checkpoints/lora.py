@@ -2,15 +2,16 @@
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from headrank.checkpoints.base import Checkpoint, TensorInfo
 from headrank.checkpoints.files import read_json
 from headrank.errors import HeadrankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG = "adapter_config.json"
 PREFIX = re.compile(r"^(?:base_model\.model\.)?")
@@ -38,7 +39,10 @@ class LoraCheckpoint(Checkpoint):
     def files(self) -> tuple[Path, ...]:
         return (*self._base.files, *self._adapter.files)
 
-    def read(self, name: str) -> Tensor:
+    def expect(self, names: Iterable[str]) -> None:
+        self._base.expect(name for name in names if name not in self._replaced)
+
+    def read(self, name: str) -> "Tensor":
         if name in self._replaced:
             return self._adapter.read(self._replaced[name])
         weight = self._base.read(name)

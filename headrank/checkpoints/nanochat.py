@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrank.checkpoints.files import inside, read_json
-from headrank.checkpoints.pytorch import TorchCheckpoint, load, state_dict_of
 from headrank.errors import HeadrankError
+
+if TYPE_CHECKING:
+    from headrank.checkpoints.pytorch import TorchCheckpoint
 
 MODEL = re.compile(r"model_(\d+)\.pt")
 
@@ -18,8 +20,10 @@ def steps_of(folder: Path) -> dict[int, str]:
     return {step: name for step, name in sorted(found.items()) if (folder / _meta_name(name)).exists()}
 
 
-def open_nanochat(path: Path, folder: Path, step: int | None) -> TorchCheckpoint:
+def open_nanochat(path: Path, folder: Path, step: int | None) -> "TorchCheckpoint":
     """The model of one step, the last where none is given. Optimizer files are not looked at."""
+    from headrank.checkpoints.pytorch import TorchCheckpoint, load, state_dict_of
+
     steps = steps_of(folder)
     if step is not None and step not in steps:
         raise HeadrankError(f"{folder}: no step {step}; there are {', '.join(map(str, steps))}")

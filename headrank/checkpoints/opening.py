@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from headrank.checkpoints import gguf, hub, lora, nanochat, pytorch
+from headrank.checkpoints import gguf, hub, lora, nanochat
 from headrank.checkpoints.base import Checkpoint
 from headrank.checkpoints.files import inside, read_json, regular_size
 from headrank.checkpoints.index import check_index, index_files
@@ -95,6 +95,8 @@ def _open_shards(folder: Path, index_name: str, pattern: str, given: Config | No
     if index_name.startswith("model.safetensors"):
         checkpoint = SafetensorsCheckpoint(folder, shards, format="safetensors shards", config=config, config_name=config_name)
     else:
+        from headrank.checkpoints import pytorch
+
         states = {shard: pytorch.state_dict_of(pytorch.load(shard), shard)[0] for shard in shards}
         checkpoint = pytorch.TorchCheckpoint(folder, states, format="pytorch shards", config=config, config_name=config_name)
     check_index(folder, index_name, weight_map, checkpoint.tensors, pattern)
@@ -122,6 +124,8 @@ def _open_file(file: Path, given: Config | None, *, path: Path | None = None) ->
 def _open_pickle(path: Path, file: Path, given: Config | None) -> Checkpoint:
     if (match := nanochat.MODEL.fullmatch(file.name)) and int(match.group(1)) in nanochat.steps_of(file.parent):
         return nanochat.open_nanochat(path, file.parent, int(match.group(1)))
+    from headrank.checkpoints import pytorch
+
     state, rest = pytorch.state_dict_of(pytorch.load(file), file)
     config, config_name = given or pytorch.config_within(rest, state)
     if not config:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from headrank.checkpoints.base import Checkpoint, TensorInfo
 from headrank.checkpoints.files import regular_size
-from headrank.checkpoints.safetensors import DTYPES
+from headrank.checkpoints.safetensors import TORCH_NAMES
 from headrank.errors import HeadrankError
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items()}
 PICKLE_LIMIT = 256 << 20  # bytes of the pickle itself, without the tensors' numbers
 HOLDERS = ("model", "state_dict", "model_state_dict", "module", "model_state", "net")  # where training code keeps the state dict
 CONFIGS = ("model_args", "model_config", "config", "hyper_parameters")

@@ -5,28 +5,30 @@ Format: https://github.com/huggingface/safetensors#format. Eight bytes of header
 
 import math
 import mmap
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from headrank.checkpoints.base import Checkpoint, TensorInfo
 from headrank.checkpoints.files import parse_json, regular_size
 from headrank.errors import HeadrankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEADER_LIMIT = 100_000_000  # the format's own limit, bytes
 BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
+TORCH_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U16": "uint16",
+    "U32": "uint32", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "C64": "complex64",
+    "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 
 
@@ -55,7 +57,11 @@ class SafetensorsCheckpoint(Checkpoint):
     def starts_in(self, file: Path) -> Iterable[int]:
         return (span.start for name, span in self._spans.items() if self.tensors[name].file == file)
 
-    def read(self, name: str) -> Tensor:
+    def expect(self, names: Iterable[str]) -> None:
+        for name in names:
+            will_be_read(self.tensors[name].file, self._spans[name])
+
+    def read(self, name: str) -> "Tensor":
         info, span = self.tensors[name], self._spans[name]
         try:
             return as_tensor(mapped(info.file, span), name, info)
@@ -121,11 +127,19 @@ def mapped(file: Path, span: Span, *, access: int = mmap.ACCESS_COPY) -> memoryv
         return memoryview(mmap.mmap(stream.fileno(), span.stop - page, offset=page, access=access))[span.start - page :]
 
 
-def as_tensor(data: memoryview | bytearray, name: str, info: TensorInfo) -> Tensor:
+def will_be_read(file: Path, span: Span) -> None:
+    """Asks the system to read a span from the disk in the background, where it can."""
+    with suppress(OSError, AttributeError), file.open("rb") as stream:
+        os.posix_fadvise(stream.fileno(), span.start, span.stop - span.start, os.POSIX_FADV_WILLNEED)
+
+
+def as_tensor(data: memoryview | bytearray, name: str, info: TensorInfo) -> "Tensor":
     """The tensor that lies in the bytes, sharing them where their alignment allows."""
-    if info.dtype not in DTYPES:
+    import torch
+
+    if info.dtype not in TORCH_NAMES:
         raise HeadrankError(f"{info.file}: {name} is of type {info.dtype}, which cannot be read as numbers")
-    dtype = DTYPES[info.dtype]
+    dtype = getattr(torch, TORCH_NAMES[info.dtype])
     if not math.prod(info.shape):
         return torch.empty(info.shape, dtype=dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8)

@@ -316,3 +316,17 @@ def test_a_nanochat_model_says_what_no_head_shows(tmp_path: Path) -> None:
         "values also take embeddings of their token, which no head's map from the residual stream includes",
         "layers marked S in the window pattern SSSL are local; how far they reach is not in the file",
     )
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
+@pytest.mark.parametrize("format", ["safetensors", "gguf"])
+def test_the_bytes_of_expected_tensors_are_asked_for(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "model.gguf") if format == "gguf" else write_folder(tmp_path, llama(), CONFIG) / "model.safetensors"
+    checkpoint = open_checkpoint(file)
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, start, length, advice: asked.append((start, length, advice)))
+    name = next(name for name in checkpoint.tensors if name.endswith(("q_proj.weight", "attn_q.weight")))
+    checkpoint.expect([name])
+    [(start, length, advice)] = asked
+    assert file.read_bytes()[start : start + length] == checkpoint.read(name).numpy().tobytes()
+    assert advice == os.POSIX_FADV_WILLNEED

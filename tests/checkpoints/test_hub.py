@@ -16,7 +16,7 @@ from headrank.architectures import describe
 from headrank.checkpoints import open_checkpoint
 from headrank.checkpoints.hub import HubCheckpoint
 from headrank.errors import HeadrankError
-from headrank.factors import head_factors
+from headrank.factors import head_factors, tensors_read
 from tests.architectures.test_layouts import check
 from tests.checkpoints.test_formats import CONFIG, HEADS, halves, llama, write_gguf
 
@@ -95,6 +95,7 @@ class Hub:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server_side = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), server_side.handler())
+    server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]  # answers that nobody waits for any more
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
@@ -142,6 +143,29 @@ def test_a_tensor_is_fetched_once_for_both_circuits(hub: Hub) -> None:
     for circuit in ("qk", "ov", "qk"):
         head_factors(checkpoint, architecture, architecture.layers[0], circuit)
     assert len(hub.requests) - before == 5  # q, k, v, o, and the norm's gain
+
+
+def test_what_is_expected_is_fetched_meanwhile_and_once(hub: Hub) -> None:
+    hub.repos["someone/some-model"] = files()
+    checkpoint = open_checkpoint("someone/some-model")
+    layer = describe(checkpoint).layers[0]
+    names = (*tensors_read(layer, "qk"), *tensors_read(layer, "ov"))
+    before = len(hub.requests)
+    checkpoint.expect(names)
+    checkpoint.expect(names[:2])
+    for name in (*names, *names):
+        assert torch.equal(checkpoint.read(name), llama()[name])
+    assert len(hub.requests) - before == len(names) == 4
+
+
+def test_a_fetch_that_fails_meanwhile_is_an_error_where_the_tensor_is_read(hub: Hub) -> None:
+    hub.repos["someone/some-model"] = files()
+    checkpoint = open_checkpoint("someone/some-model")
+    name = tensors_read(describe(checkpoint).layers[0], "qk")[0]
+    hub.ranges = False
+    checkpoint.expect([name])
+    with pytest.raises(HeadrankError, match="does not send parts"):
+        checkpoint.read(name)
 
 
 def test_a_header_longer_than_the_first_piece(hub: Hub) -> None:
