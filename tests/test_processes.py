@@ -206,7 +206,7 @@ def _child(rank: int, world: int, port: int, folder: Path, log: Path, action: Ca
 
 
 def ran(tmp_path: Path, folders: Sequence[Path], action: Callable[..., None], *given: Any) -> Ran:
-    """Processes of one command, each in a folder of its own, as on machines of their own. All must have ended after half a minute."""
+    """Processes of one command, each in a folder of its own, as on machines of their own. None may wait for ever."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -214,7 +214,7 @@ def ran(tmp_path: Path, folders: Sequence[Path], action: Callable[..., None], *g
     these = [FORKS.Process(target=_child, args=(rank, len(folders), port, folder, log, action, given)) for rank, folder in enumerate(folders)]
     for process in these:
         process.start()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 180  # machines may be busy
     for process in these:
         process.join(max(0.0, end - time.monotonic()))
     running = [rank for rank, process in enumerate(these) if process.is_alive()]
@@ -332,7 +332,7 @@ def test_a_layer_that_is_not_a_number_is_reported_as_by_one_process(model: Path,
 
 
 def failing(where: str, what: str, *words: str) -> None:
-    """The command line, with a fault in the second process's second batch, layer or merged sums; the first is slow."""
+    """The command line, with a fault in the second process's second batch or Gram matrix; the first is at its own second one meanwhile."""
     rank = int(os.environ["RANK"])
     calls: list[int] = []
 
@@ -340,9 +340,12 @@ def failing(where: str, what: str, *words: str) -> None:
         def call(*given: Any, **named: Any) -> Any:
             calls.append(1)
             if rank == 0:
-                Path("batches").write_text(str(len(calls)))
-                time.sleep(0.5)
+                Path("calls").write_text(str(len(calls)))
+                while len(calls) > 1 and not Path("failing").exists():
+                    time.sleep(0.01)
+                time.sleep(0.3)
             if rank == 1 and len(calls) == 2:
+                Path("failing").touch()
                 if what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise {"refuse": HeadrankError("these tokens are sour"), "break": ZeroDivisionError("no such number")}[what]
@@ -370,7 +373,7 @@ def test_a_process_that_is_refused_ends_all_with_its_words(where: str, model: Pa
     assert done.err == [f"Error: these tokens are sour\n(process 1 of 3, on {socket.gethostname()})\n", "", ""]
     assert done.out == ["", "", ""]
     assert nothing_is_left(tmp_path)
-    assert int((folder / "batches").read_text()) < 5  # of twenty: it did not go on to the end
+    assert int((folder / "calls").read_text()) < 8  # batches of its share: it did not go on to the end
 
 
 def test_a_fault_of_ours_in_another_process_leaves_its_traceback_and_ends_all(model: Path, tmp_path: Path) -> None:
@@ -560,7 +563,7 @@ def torchrun(n: int, *words: str, folder: Path, store: Path) -> subprocess.Popen
 def test_torchrun_starts_it_and_its_own_processes_are_gone_afterwards(model: Path, alone: dict[str, Measurement], tmp_path: Path) -> None:
     words = ["measure", "model", *BASE, "--batch-size", "1", "--no-null", "--quiet", "-o", str(tmp_path / "found")]
     process = torchrun(2, *words, folder=model, store=tmp_path / "store")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert out == ""
     (file,) = (tmp_path / "store").iterdir()
@@ -586,11 +589,11 @@ def workers_of(pid: int) -> list[int]:
 def test_torchrun_ends_all_when_one_is_killed(model: Path, tmp_path: Path) -> None:
     words = ["table", "model", "--tokens", "ids.npy", "--seq-len", "2", "--sequences", "100", "--batch-size", "1", "--out", str(tmp_path / "out")]
     process = torchrun(2, *words, folder=model, store=tmp_path / "store")
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while len(workers := workers_of(process.pid)) < 2 and time.monotonic() < end:
         time.sleep(0.01)
     os.kill(workers[-1], signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "SIGKILL" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
