@@ -11,14 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrank.errors import HeadrankError
-from headrank.measure import do_share
 from headrank.options import SpreadCommand, with_options
-from headrank.processes import Stopped, company, only_the_first_speaks
+from headrank.processes import Stopped, Team, company, only_the_first_speaks
 
 app = typer.Typer(
     help="Measures how diverse the attention heads of a transformer are.",
@@ -352,7 +351,7 @@ def _exit_codes() -> Iterator[None]:
     Of the processes that torchrun started the first alone comes to what stands within; the others serve it here, and exit.
     """
     try:
-        with company(do_share):
+        with company(_do_share):
             yield
             sys.stdout.flush()
     except HeadrankError as error:
@@ -373,6 +372,12 @@ def _exit_codes() -> Iterator[None]:
         _drop_stdout()
         print(f"Error: the output cannot be written: {error.strerror}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _do_share(task: Any, team: Team) -> None:
+    from headrank.measure import do_share
+
+    do_share(task, team)
 
 
 def _drop_stdout() -> None:
