@@ -57,6 +57,13 @@ class HeadSizes:
         self._known.copy_(state["known"])
         self._note()
 
+    def merge(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Takes up the sizes of heads that only another's state() knows. Returns what its numbers are to be multiplied by, [H] float64."""
+        size, known = state["size"].to(self.size.device), state["known"].to(self.size.device)
+        self.size = torch.where(self._known, self.size, size)  # where it is not known, all numbers so far are 0
+        self._known |= known
+        return size / self.size
+
 
 class ScoreGram:
     """Inner products of heads' attention scores over all allowed pairs of tokens, each query's row centred.
@@ -153,6 +160,11 @@ class ScoreGram:
         self.sums.copy_(state["sums"])
         self.sizes.restore(state)
 
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Adds what another accumulator counted, from its state(). Powers of two lie between their scales: no digit is lost."""
+        scale = self.sizes.merge(state)
+        self.sums += state["sums"].to(self.sums.device) * scale.outer(scale)
+
     def grams(self) -> Tensor:
         """[S, H, H] float64: a Gram matrix a group."""
         return self.sums * self.sizes.size.outer(self.sizes.size)
@@ -239,19 +251,41 @@ class OutputGram:
         self.sizes.restore(state)
         self.shift = state["shift"].to(self.sums.device) if "shift" in state else None
 
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Adds what another accumulator of the same heads and groups counted, from its state(): its sums are taken about the mean of this one."""
+        if "shift" not in state:
+            return
+        if self.shift is None:
+            self.restore(state)
+            return
+        its = {name: tensor.to(self.sums.device) for name, tensor in state.items()}
+        scale = self.sizes.merge(its)
+        counts, firsts = its["counts"], (its["firsts"].view(-1, self.H, self.D) * scale[:, None]).flatten(1)
+        apart = self._in_units(its["shift"].double() - self.shift.double())
+        self.sums += self._about(-apart, its["sums"] * scale.outer(scale), firsts, counts)
+        self.firsts += firsts + counts[:, None] * apart
+        self.counts += counts
+
     def grams(self, *, center: bool = True) -> Tensor:
         """[S, H, H] float64: a Gram matrix a group, about the mean over all tokens, or about zero."""
         if self.shift is None:
             return self.sums
         total = self.counts.sum().clamp(min=1)
-        about = self.firsts.sum(0) / total if center else -(self.shift.double().view(self.H, self.D) / self.sizes.size[:, None]).flatten()
-        metric = self._whole_metric()
-        mean = about.view(self.H, self.D)
-        toward = torch.einsum("iajb,jb->iaj", metric, mean)  # W_O^i W_O^jT m_j
-        cross = torch.einsum("sia,iaj->sij", self.firsts.view(-1, self.H, self.D), toward)
-        square = torch.einsum("ia,iaj->ij", mean, toward)
+        about = self.firsts.sum(0) / total if center else -self._in_units(self.shift.double())
         size = self.W_size * self.sizes.size
-        return (self.sums - cross - cross.transpose(1, 2) + self.counts[:, None, None] * square) * size.outer(size)
+        return self._about(about, self.sums, self.firsts, self.counts) * size.outer(size)
+
+    def _in_units(self, z: Tensor) -> Tensor:
+        """z: [H D_v]. Divided by the sizes of the heads, as all sums are."""
+        return (z.view(self.H, self.D) / self.sizes.size[:, None]).flatten()
+
+    def _about(self, point: Tensor, sums: Tensor, firsts: Tensor, counts: Tensor) -> Tensor:
+        """Sums of products as they are about another point. point: [H D_v], from the one that the sums are about. [S, H, H]."""
+        mean = point.view(self.H, self.D)
+        toward = torch.einsum("iajb,jb->iaj", self._whole_metric(), mean)  # W_O^i W_O^jT m_j
+        cross = torch.einsum("sia,iaj->sij", firsts.view(-1, self.H, self.D), toward)
+        square = torch.einsum("ia,iaj->ij", mean, toward)
+        return sums - cross - cross.transpose(1, 2) + counts[:, None, None] * square
 
 
 def _about_mean(k: Tensor) -> Tensor:

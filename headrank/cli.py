@@ -4,18 +4,20 @@ import errno
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrank.errors import HeadrankError
 from headrank.options import SpreadCommand, with_options
+from headrank.processes import Stopped, Team, company, only_the_first_speaks
 
 app = typer.Typer(
     help="Measures how diverse the attention heads of a transformer are.",
@@ -344,16 +346,23 @@ def _report(command: str, options: Shared) -> None:
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """1 for what the user can mend, 130 for an interrupt, 0 where the reader of our output has gone (| head)."""
+    """1 for what the user can mend, 130 for an interrupt, 0 where the reader of our output has gone (| head).
+
+    Of the processes that torchrun started the first alone comes to what stands within; the others serve it here, and exit.
+    """
     try:
-        yield
-        sys.stdout.flush()
+        with company(_do_share):
+            yield
+            sys.stdout.flush()
     except HeadrankError as error:
         print(f"Error: {_printable(str(error))}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         raise SystemExit(130) from None
+    except Stopped:
+        print("Error: told to stop, as torchrun does when another process was lost", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGTERM) from None
     except BrokenPipeError:
         _drop_stdout()
         raise SystemExit(0) from None
@@ -363,6 +372,12 @@ def _exit_codes() -> Iterator[None]:
         _drop_stdout()
         print(f"Error: the output cannot be written: {error.strerror}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _do_share(task: Any, team: Team) -> None:
+    from headrank.measure import do_share
+
+    do_share(task, team)
 
 
 def _drop_stdout() -> None:
@@ -392,7 +407,8 @@ def _fit_surroundings() -> None:
 def main() -> None:
     """Runs the command line and exits; wrong usage exits with 2."""
     _fit_surroundings()
-    app(prog_name="headrank")
+    with only_the_first_speaks():
+        app(prog_name="headrank")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Batched forward passes that feed the accumulators: our decoder here, transformers' models in huggingface.py."""
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -112,9 +113,20 @@ class Recorder:
         self._moments[name].add(x, keep=keep)
 
     def state(self) -> dict[str, Tensor]:
-        """'qk/3/sums' -> sums over the batches so far: what restore() takes, in another process."""
-        accumulators = {f"qk/{key}": scores for key, scores in self._scores.items()} | {f"ov/{key}": outputs for key, outputs in self._outputs.items()}
-        return {f"{name}/{part}": tensor for name, its in (accumulators | self._moments).items() for part, tensor in its.state().items()}
+        """'qk/3/sums' -> sums over the batches so far, one accumulator after the other: what restore() takes, in another process."""
+        return {f"{name}/{part}": tensor for name, its in self._accumulators().items() for part, tensor in its.state().items()}
+
+    def merge(self, state: Iterable[tuple[str, Tensor]]) -> None:
+        """Adds what another recorder counted on other sequences: the entries of its state(), in their order."""
+        own = self._accumulators()
+        for name, parts in itertools.groupby(state, key=lambda entry: entry[0].rpartition("/")[0]):
+            its = {path.rpartition("/")[2]: tensor for path, tensor in parts}
+            if name in own:  # else grams() says that it is missing
+                own[name].merge(its)
+
+    def _accumulators(self) -> dict[str, ScoreGram | OutputGram | HeadMoments]:
+        scores, outputs = ({f"{circuit}/{key}": its for key, its in held.items()} for circuit, held in (("qk", self._scores), ("ov", self._outputs)))
+        return {**scores, **outputs, **self._moments}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Goes on from what state() gave between two batches, to the same bits."""
@@ -298,8 +310,15 @@ class _DecoderProbe:
             self.recorder.outputs(str(layer), z, lambda: self.model.output_projection(layer))
 
 
-@kept()
 def pass_over(
+    runner: Runner, sequences: Sequences, layers: Sequence[LayerFacts], circuits: Sequence[str], *, center: bool = True, **settings: Any
+) -> Mapping[str, NDArray[np.float64]]:
+    """Runs all sequences and returns the Gram matrices, 'qk/3' -> [n_groups, H, H]. settings: those of recorded."""
+    return recorded(runner, sequences, layers, circuits, **settings).grams(center=center)
+
+
+@kept()
+def recorded(
     runner: Runner,
     sequences: Sequences,
     layers: Sequence[LayerFacts],
@@ -307,38 +326,41 @@ def pass_over(
     *,
     device: torch.device,
     batch_size: int | None,
-    center: bool = True,
     skip_first: int = 0,
     n_groups: int,
+    share: range | None = None,
     saved: SavedPass | None = None,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
     remark: Callable[[str], None] = lambda text: None,
-) -> Mapping[str, NDArray[np.float64]]:
-    """Runs all sequences and returns the Gram matrices, 'qk/3' -> [n_groups, H, H].
+) -> Recorder:
+    """Runs all sequences, or a share of them, and returns what was counted.
 
     Where no batch size is given, one is chosen and halved until a batch fits in memory. skip_first leaves out the first tokens of
     each sequence as queries and keys. saved: where the sums are kept at intervals; the pass goes on from what is there. on_batch is
-    told how many sequences are done. Raises HeadrankError where memory does not suffice for the batch size that was asked for, or
-    for one sequence.
+    told how many sequences of how many are done. Raises HeadrankError where memory does not suffice for the batch size that was
+    asked for, or for one sequence.
     """
-    N, T = sequences.ids.shape
-    size = batch_size or max(1, min(N, TOKENS_PER_BATCH[device.type] // T))
+    T = sequences.ids.shape[1]
+    share = range(len(sequences.ids)) if share is None else share
+    n = len(share)
+    size = batch_size or max(1, min(n, TOKENS_PER_BATCH[device.type] // T))
     last_layer = max(layer.index for layer in layers)
     first = 0
     recorder = Recorder(layers, circuits, n_groups=n_groups)
     if saved is not None and (sums := saved.load()) is not None:
         recorder.restore(sums.state)
         first, size = sums.done, sums.batch_size
-        remark(f"going on after {first} of {N} sequences, where an earlier pass was interrupted")
+        remark(f"going on after {first} of {n} sequences, where an earlier pass was interrupted")
     while True:
         try:
-            for start in range(first, N, size):
-                on_batch(start, N)
-                _run_batch(runner, sequences, slice(start, min(start + size, N)), recorder, device, skip_first, n_groups, last_layer)
-                if saved is not None and start + size < N:
-                    saved.offer(recorder.state, done=start + size, batch_size=size)
-            on_batch(N, N)
-            return recorder.grams(center=center)
+            for done in range(first, n, size):
+                on_batch(done, n)
+                batch = share[done : done + size]
+                _run_batch(runner, sequences, slice(batch.start, batch.stop), recorder, device, skip_first, n_groups, last_layer)
+                if saved is not None and done + size < n:
+                    saved.offer(recorder.state, done=done + size, batch_size=size)
+            on_batch(n, n)
+            return recorder
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises a plain one
             if not _is_out_of_memory(error):
                 raise

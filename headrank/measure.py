@@ -6,9 +6,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,12 +18,16 @@ from headrank.config import MODEL_TYPE
 from headrank.errors import HeadrankError, NotFiniteError
 from headrank.measures import OPERATOR, check_source, find_measure
 from headrank.memory import kept
+from headrank.processes import ALONE, Team, team
 from headrank.selection import ModelRef, resolve_layers
 from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headrank.architectures import Architecture
     from headrank.checkpoints import Checkpoint
+    from headrank.forward import Recorder
     from headrank.gram import Workspace
     from headrank.resume import SavedPass
     from headrank.tokens import Sequences, TokenStream
@@ -148,7 +152,8 @@ def measure(
 ) -> Measurement:
     """Gram matrices of all circuits that the measure has, for the layers of a model that `layers` chooses from those with attention.
 
-    ref.path: a checkpoint, or a measurement file. What the store has is not measured again; what is measured goes there.
+    ref.path: a checkpoint, or a measurement file. What the store has is not measured again; what is measured goes there. The processes of
+    headrank.processes.company share the work: sequences from activations, layers from weights.
     Raises HeadrankError where the model cannot be read, a layer does not exist, or the tokens do not fit the model.
     """
     progress = progress or Silent()
@@ -177,19 +182,25 @@ def measure(
         kv_values_per_token_of_mha=architecture.kv_values_per_token_of_mha,
         trained=_trained(checkpoint.path),
     )
-    work = _WeightsWork(checkpoint, architecture, settings) if settings.source == "weights" else _ActivationsWork(checkpoint, architecture, settings)
+    work = _work(checkpoint, architecture, settings)
     key = Store.key(checkpoint=checkpoint.identity(), source=settings.source, **settings.reading.key, **work.settings)
     known = store.find(key) if store else None
     have = {layer.key for layer in known.layers} if known else set()
     missing = [layer for layer in chosen if layer.key not in have]
     last_kept = time.monotonic()
-    saved = work.saved_pass(store.folder, key, missing, progress) if missing and store and store.folder else None
-    for layers_done, grams, faults in work.run(missing, ref.label, progress, saved=saved) if missing else ():
-        fresh = Measurement(model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=layers_done, grams=grams, faults=faults)
-        known = fresh.joined(known) if known else fresh
-        if store and time.monotonic() - last_kept > KEEP_EVERY:  # what an interruption must not lose
-            store.keep(key, known)
-            last_kept = time.monotonic()
+    folder = store.folder if store else None
+    saved = work.saved_pass(folder, key, missing, progress, team()) if missing and folder else None
+    if missing:
+        task = Task(path=ref.path, fingerprint=model.fingerprint, settings=settings, decided=work.settings, layers=tuple(missing), key=key, folder=folder)
+        with team().handing_out(task):
+            for layers_done, grams, faults in work.run(missing, ref.label, progress, saved=saved, team=team()):
+                fresh = Measurement(
+                    model=model, source=settings.source, settings=work.settings, tokens=work.tokens, layers=layers_done, grams=grams, faults=faults
+                )
+                known = fresh.joined(known) if known else fresh
+                if store and time.monotonic() - last_kept > KEEP_EVERY:  # what an interruption must not lose
+                    store.keep(key, known)
+                    last_kept = time.monotonic()
     assert known is not None
     twins = _WeightsWork(checkpoint, architecture, settings) if settings.null and (settings.measure == OPERATOR or settings.source == "weights") else None
     new_nulls = {circuit: name for circuit, name in twins.grams.items() if name not in known.null} if twins else {}
@@ -206,6 +217,51 @@ def measure(
         elif saved:
             saved.remove()
     return replace(known, model=model, layers=tuple(chosen), null=known.null if settings.null else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What other processes need to know to do their shares of a measurement."""
+
+    path: str
+    """The checkpoint, as each of them opens it."""
+    fingerprint: str
+    """Of the checkpoint that the first process reads."""
+    settings: Settings
+    """As they were asked for."""
+    decided: dict[str, Any]
+    """Every setting that changes a number, as the first process understood them; tokens among them."""
+    layers: tuple[LayerFacts, ...]
+    """The layers to measure."""
+    key: str
+    """Of the measurement in the store."""
+    folder: Path | None
+    """Where an interrupted pass may leave its sums."""
+
+
+def do_share(task: Task, team: Team) -> None:
+    """Another process's part of measure(): its share, from a checkpoint that it opens itself, and must find to be the same."""
+    progress = Silent()
+
+    def opened() -> "_WeightsWork | _ActivationsWork":
+        checkpoint, architecture = task.settings.reading.open(task.path)
+        if checkpoint.fingerprint() != task.fingerprint:
+            raise HeadrankError(f"{task.path}: here it is another checkpoint than the first process reads; give all of them the same")
+        work = _work(checkpoint, architecture, task.settings)
+        if unlike := [name for name, value in task.decided.items() if work.settings.get(name) != value]:
+            raise HeadrankError(f"{task.path}: {', '.join(unlike)} would be others here than in the first process; give all of them the same files and devices")
+        return work
+
+    work = team.together(opened)
+    saved = work.saved_pass(task.folder, task.key, task.layers, progress, team) if task.folder else None
+    for _ in work.run(task.layers, "", progress, saved=saved, team=team):
+        continue
+    if saved:
+        saved.remove()
+
+
+def _work(checkpoint: "Checkpoint", architecture: "Architecture", settings: Settings) -> "_WeightsWork | _ActivationsWork":
+    return _WeightsWork(checkpoint, architecture, settings) if settings.source == "weights" else _ActivationsWork(checkpoint, architecture, settings)
 
 
 def _stored(measurement: Measurement, settings: Settings, layers: LayerChoice, ref: ModelRef) -> Measurement:
@@ -264,27 +320,43 @@ class _WeightsWork:
             self.grams = {"qk": self.grams["qk"]}
         self.tokens = None
 
-    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None) -> Iterator[Part]:
-        """A layer at a time."""
-        places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
-        from headrank.factors import tensors_read
-
+    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None, team: Team = ALONE) -> Iterator[Part]:
+        """A layer at a time, as many as there are processes side by side. In the first process all come, in the others their own."""
         progress.start(label, len(layers), "layers")
         with kept():
-            for done, layer in enumerate(layers, 1):
-                for following in layers[done : done + 1]:  # is read from the disk or the net while this one is worked on
-                    for circuit in self.grams:
-                        self.checkpoint.expect(tensors_read(places[following.group, following.index], circuit))
-                grams, faults = {}, {}
-                for circuit, name in self.grams.items():
-                    try:
-                        grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit).cpu().numpy()[None]
-                    except NotFiniteError as error:
-                        faults[f"{name}/{layer.key}"] = str(error)
-                progress.advance(done)
-                yield (layer,), grams, faults
+            for first in range(0, len(layers), team.world):
+                row = layers[first : first + team.world]
+                own, following = row[team.rank : team.rank + 1], layers[first + team.world + team.rank :][:1]
+                grams, faults = team.together(partial(self._measured, own, following, progress, first + len(row)))
+                yield from self._part(own, grams, faults)
+                for _, (its, its_faults), its_grams in team.collect((own, faults), grams):
+                    yield from self._part(its, dict(its_grams), its_faults)
 
-    def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress) -> None:
+    def _measured(
+        self, layers: Sequence[LayerFacts], following: Sequence[LayerFacts], progress: Progress, done: int
+    ) -> "tuple[dict[str, Tensor], dict[str, str]]":
+        """Gram matrices of some layers, or why there are none. following: which come next. done: how far the measurement has come then."""
+        from headrank.factors import tensors_read
+
+        places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
+        for layer in following:  # is read from the disk or the net while this one is worked on
+            for circuit in self.grams:
+                self.checkpoint.expect(tensors_read(places[layer.group, layer.index], circuit))
+        grams, faults = {}, {}
+        for layer in layers:
+            for circuit, name in self.grams.items():
+                try:
+                    grams[f"{name}/{layer.key}"] = self.gram(self.checkpoint, places[layer.group, layer.index], circuit)[None].cpu()
+                except NotFiniteError as error:
+                    faults[f"{name}/{layer.key}"] = str(error)
+        progress.advance(done)
+        return grams, faults
+
+    def _part(self, layers: Sequence[LayerFacts], grams: "Mapping[str, Tensor]", faults: dict[str, str]) -> Iterator[Part]:
+        if layers:
+            yield tuple(layers), {name: gram.numpy() for name, gram in grams.items()}, faults
+
+    def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress, team: Team) -> None:
         """Layers are kept as they are: there is no pass to continue."""
 
     @cached_property
@@ -330,32 +402,18 @@ class _ActivationsWork:
             "tokens": self.sequences.sha256,
         } | form_of(settings)
 
-    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None) -> Iterator[Part]:
-        """All layers together, in one pass that can be interrupted."""
+    def run(self, layers: Sequence[LayerFacts], label: str, progress: Progress, *, saved: "SavedPass | None" = None, team: Team = ALONE) -> Iterator[Part]:
+        """All layers together, in one pass that can be interrupted. The first process has what all of them counted; from the others nothing comes."""
         if not layers:
             return
-        import torch
-
-        from headrank.forward import load_runner, pass_over
-
-        device = torch.device(self.device)
-        runner = load_runner(self.checkpoint, self.architecture, device=device, dtype=getattr(torch, self.dtype), layers=layers, circuits=self.circuits)
-        N, T = self.sequences.ids.shape
-        progress.start(f"{label}, {len(layers)} layers", N * T, "tokens")
-        grams = pass_over(
-            runner,
-            self.sequences,
-            layers,
-            self.circuits,
-            device=device,
-            batch_size=self.asked.batch_size,
-            center=self.asked.center,
-            skip_first=self.asked.skip_first,
-            n_groups=min(N, MAX_GROUPS),
-            saved=saved,
-            on_batch=lambda done, total: progress.advance(done * T),
-            remark=progress.remark,
-        )
+        recorder = team.together(lambda: self._recorded(layers, label, progress, saved, team))
+        for rank, remarks, state in team.collect(progress.remarks if isinstance(progress, Silent) else [], recorder.state()):
+            recorder.merge(state)
+            for text in remarks:
+                progress.remark(f"process {rank}: {text}")
+        grams = team.together(lambda: {} if team.rank else recorder.grams(center=self.asked.center))
+        if team.rank:
+            return
         faults = {}
         for name, gram in grams.items():
             if not np.isfinite(gram).all():
@@ -365,12 +423,46 @@ class _ActivationsWork:
                 faults[name] = f"layer {layer}: {what} of head {', '.join(map(str, heads))} are not finite in {self.settings['dtype']}"
         yield tuple(layers), {name: gram for name, gram in grams.items() if name not in faults}, faults
 
-    def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress) -> "SavedPass":
-        """Where the pass over these layers saves its sums."""
+    def _recorded(self, layers: Sequence[LayerFacts], label: str, progress: Progress, saved: "SavedPass | None", team: Team) -> "Recorder":
+        """What is counted on this process's share of the sequences."""
+        import torch
+
+        from headrank.forward import Recorder, load_runner, recorded
+
+        N, T = self.sequences.ids.shape
+        share, n_groups = team.share(N), min(N, MAX_GROUPS)
+        if not share:
+            return Recorder(layers, self.circuits, n_groups=n_groups)
+        device = torch.device(self.device)
+        runner = load_runner(self.checkpoint, self.architecture, device=device, dtype=getattr(torch, self.dtype), layers=layers, circuits=self.circuits)
+        progress.start(f"{label}, {len(layers)} layers", N * T, "tokens")
+
+        def on_batch(done: int, total: int) -> None:
+            team.check()
+            progress.advance(done * N // total * T)  # the others are about as far
+
+        return recorded(
+            runner,
+            self.sequences,
+            layers,
+            self.circuits,
+            device=device,
+            batch_size=self.asked.batch_size,
+            skip_first=self.asked.skip_first,
+            n_groups=n_groups,
+            share=share,
+            saved=saved,
+            on_batch=on_batch,
+            remark=progress.remark,
+        )
+
+    def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress, team: Team) -> "SavedPass":
+        """Where this process's pass over these layers saves its sums."""
         from headrank.resume import SavedPass
 
-        names = [layer.key for layer in layers]
-        return SavedPass(folder, on_fault=progress.remark, key=key, layers=names, circuits=self.circuits, batch_size=self.asked.batch_size)
+        parts = {"layers": [layer.key for layer in layers], "circuits": self.circuits, "batch_size": self.asked.batch_size}
+        share = {"share": [team.rank, team.world]} if team.world > 1 else {}
+        return SavedPass(folder, on_fault=progress.remark, key=key, **parts, **share)
 
 
 def form_of(settings: Settings) -> dict[str, Any]:

@@ -43,6 +43,20 @@ class HeadMoments:
         self.count = float(state["count"])
         self.shift = state["shift"].to(self.second.device) if "shift" in state else None
 
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Adds what another accumulator of the same heads counted, from its state(): its moments are taken about the mean of this one."""
+        if "shift" not in state:
+            return
+        if self.shift is None:
+            self.restore(state)
+            return
+        its = {name: tensor.to(self.second.device) for name, tensor in state.items()}
+        first, count, apart = its["first"], float(its["count"]), its["shift"].double() - self.shift.double()
+        crossed = torch.outer(first, apart)
+        self.second += its["second"] + crossed + crossed.T + count * torch.outer(apart, apart)
+        self.first += first + count * apart
+        self.count += count
+
     def covariance(self) -> Tensor:
         """Sum over tokens of (x_i - mean)(x_j - mean)^T for all pairs of heads, [n, D, n, D] float64."""
         centred = self.second - torch.outer(self.first, self.first) / max(self.count, 1.0)

@@ -277,7 +277,7 @@ def test_an_interrupt_exits_with_130_and_leaves_nothing(run: Run, family: Path, 
     def interrupted(*given: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(forward, "pass_over", interrupted)
+    monkeypatch.setattr(forward, "recorded", interrupted)
     result = run("effrank", *tiny(family))
     assert result.exit_code == 130
     assert not list(Path().glob("headrank-out/*"))

@@ -14,7 +14,7 @@ import headrank
 
 ROOT = Path(headrank.__file__).parent
 FLOORS = [
-    "errors diversity gram memory accumulators moments intervals alignment grouping ranks measures definitions",
+    "errors diversity processes gram memory accumulators moments intervals alignment grouping ranks measures definitions",
     "config checkpoints architectures output options placement resume svg",
     "factors kernels rotary tokens model store selection null merging regroup anatomy",
     "forward huggingface hf_loading hf_placement eager selfcheck results dynamics summary tables figures inspection agreement report page",
