@@ -1,12 +1,12 @@
 """Where the parts of a model lie that is larger than one device: consecutive parts together, one device after the other."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from headrank.errors import HeadrankError
+from headrank.processes import started
 
 
 def placed(sizes: Sequence[int], room: Sequence[int]) -> list[int] | None:
@@ -74,7 +74,7 @@ def place_parts(weights: Sequence[int], sums: Sequence[int], *, work: int, devic
             return [devices[place] for place in places]
     free = ", ".join(f"{gigabytes(bytes_ + work)} on {name}" for name, bytes_ in zip(devices, room, strict=True))
     parts = f"weights take {gigabytes(sum(weights))}, sums {gigabytes(sum(sums))}, the work {gigabytes(work)} on each device"
-    alone = ["starting without torchrun, which keeps every process to one device"] if n_processes() > 1 else []
+    alone = ["starting without torchrun, which keeps every process to one device"] if started() else []
     raise HeadrankError(f"{where}: does not fit: {parts}; free are {free}\nTry {', '.join([*remedies, *alone, '--device cpu'])}, or --source weights")
 
 
@@ -91,19 +91,13 @@ def devices_of(device: torch.device) -> list[torch.device]:
     if device.index is not None:
         return [device]
     current = torch.cuda.current_device()
-    others = [] if n_processes() > 1 else [index for index in range(torch.cuda.device_count()) if index != current]
+    others = [] if started() else [index for index in range(torch.cuda.device_count()) if index != current]
     return [torch.device(device.type, index) for index in (current, *others)]
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes of a CUDA device that this process can take: those that nobody has, and what its allocator keeps without need."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def n_processes() -> int:
-    """Processes that torchrun started together with this one, itself included."""
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdigit() and "LOCAL_RANK" in os.environ else 1  # some clusters set the first for every program
 
 
 def gigabytes(size: int) -> str:

@@ -63,6 +63,11 @@ def test_an_even_plan_leaves_as_much_on_the_fullest_device_as_any(sizes: list[in
 # The devices
 
 
+def start_as_torchrun_does(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29501}.items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device, int]]:
     """A machine with three devices and what is free on each, which a test may change. Devices that were asked are listed in "asked"."""
@@ -109,8 +114,7 @@ def test_what_does_not_fit_is_refused_with_what_it_takes_and_what_there_is(machi
     options["remedies"] = []
     assert refusal().endswith("\nTry --device cpu, or --source weights")
     options["remedies"] = ["--dtype bfloat16"]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    start_as_torchrun_does(monkeypatch, 2)
     assert refusal().endswith("Try --dtype bfloat16, starting without torchrun, which keeps every process to one device, --device cpu, or --source weights")
     assert gigabytes(141_068_000_000) == "141.1 GB"
 
@@ -121,12 +125,11 @@ def test_a_model_may_take_all_devices_but_for_one_that_was_named_or_that_torchru
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert [device.index for device in devices_of(CUDA)] == [1, 0, 2]
     assert [device.index for device in devices_of(torch.device("cuda:2"))] == [2]
-    for n, rank in (("2", None), ("1", "0")):
-        monkeypatch.setenv("WORLD_SIZE", n)
-        if rank is not None:
-            monkeypatch.setenv("LOCAL_RANK", rank)
-        assert [device.index for device in devices_of(CUDA)] == [1, 0, 2]
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as some clusters do for every program
+    assert [device.index for device in devices_of(CUDA)] == [1, 0, 2]
+    start_as_torchrun_does(monkeypatch, 1)
+    assert [device.index for device in devices_of(CUDA)] == [1, 0, 2]
+    start_as_torchrun_does(monkeypatch, 2)
     assert [device.index for device in devices_of(CUDA)] == [1]
 
 

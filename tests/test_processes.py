@@ -345,6 +345,8 @@ def failing(where: str, what: str, *words: str) -> None:
                     time.sleep(0.01)
                 time.sleep(0.3)
             if rank == 1 and len(calls) == 2:
+                while not Path("calls").exists():  # the first has begun too
+                    time.sleep(0.01)
                 Path("failing").touch()
                 if what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
