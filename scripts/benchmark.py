@@ -137,12 +137,14 @@ def weights(report: Report, size: str) -> None:
 
 
 def variants(report: Report, size: str) -> None:
-    """Every other attention kind of a family: its time alone."""
+    """Every other attention kind of a family: its time and its memory."""
     for variant in load_family(CONFIGS / f"{size}.toml").variants:
         if variant.name != "mha":
             with report.checkpoint(size, variant=variant.name) as path:
-                found = report.compare(f"weights {size} {variant.name}", {"weights": job("weights", path=path)})
-            report.put(found["weights"]["seconds"], "weights", size, "seconds", variant.name)
+                found = report.compare(f"weights {size} {variant.name}", {"weights": job("weights", path=path)})["weights"]
+            layers = found["peak"] / (16 * variant.model.d_model * variant.model.n_head * variant.model.d_head)  # of plain heads in float32
+            report.put({"seconds": round(found["seconds"], 3), "peak_layers": round(layers, 3)}, "weights", size, "variants", variant.name)
+            report.say(f"weights {size} {variant.name}", f"peak_layers {layers:.2f}")
 
 
 def activations(report: Report, size: str) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SAMPLE_BYTES = 4 << 10
 SAMPLE_EVERY = 1 << 20
-WHOLE_BYTES = 16 << 20  # files up to this size are read whole
+WHOLE_BYTES = 4 << 20  # files up to this size are read whole
 
 
 @dataclass(frozen=True)
