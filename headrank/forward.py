@@ -343,7 +343,7 @@ def recorded(
     T = sequences.ids.shape[1]
     share = range(len(sequences.ids)) if share is None else share
     n = len(share)
-    size = batch_size or max(1, min(n, TOKENS_PER_BATCH.get(device.type, 2048) // T))
+    size = batch_size or max(1, min(n, TOKENS_PER_BATCH[device.type] // T))
     last_layer = max(layer.index for layer in layers)
     first = 0
     recorder = Recorder(layers, circuits, n_groups=n_groups)
