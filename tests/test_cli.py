@@ -315,7 +315,7 @@ def test_hostile_surroundings_do_not_matter(tmp_path: Path, family: Path) -> Non
     folder = tmp_path / "a folder [with] ü"
     folder.mkdir()
     mha = family / "checkpoints" / "tiny" / "mha"
-    surroundings = {"HOME": "/nowhere/at/all", "MPLBACKEND": "TkAgg", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
+    surroundings = {"HOME": "/dev/null/home", "MPLBACKEND": "TkAgg", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
     done = headrank("effrank", f"Größe={mha}", "--source", "weights", cwd=folder, **surroundings)
     assert done.returncode == 0, done.stderr
     assert (folder / "headrank-out" / "effrank.png").exists()

@@ -53,7 +53,7 @@ def assert_whole(folder: Path) -> None:
     [
         {"MPLBACKEND": "TkAgg"},
         {"MPLBACKEND": "nonsense"},
-        {"HOME": "/nowhere/at/all"},
+        {"HOME": "/dev/null/home"},
         {"HOME": "", "XDG_CACHE_HOME": "", "MPLCONFIGDIR": ""},
         {"HOME": NOWHERE, "MPLCONFIGDIR": NOWHERE, "HEADRANK_CACHE": NOWHERE, "XDG_CACHE_HOME": NOWHERE, "XDG_CONFIG_HOME": NOWHERE},
         {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
@@ -75,7 +75,7 @@ def test_surroundings_do_not_matter(surroundings: dict[str, str], folder: Path) 
 
 def test_figures_and_documents_are_the_same_bytes_in_any_surroundings(folder: Path) -> None:
     done = shell(
-        f"$headrank {EFFRANK} --out a; LC_ALL=C PYTHONIOENCODING=ascii COLUMNS=40 TZ=Asia/Tokyo PYTHONHASHSEED=5 MPLBACKEND=svg HOME=/nowhere "
+        f"$headrank {EFFRANK} --out a; LC_ALL=C PYTHONIOENCODING=ascii COLUMNS=40 TZ=Asia/Tokyo PYTHONHASHSEED=5 MPLBACKEND=svg HOME=/dev/null/home "
         f"$headrank {EFFRANK} --out b",
         cwd=folder,
     )
