@@ -180,7 +180,7 @@ class OutputGram:
     def __init__(self, W_O: Tensor, n_groups: int) -> None:
         """W_O: [H, D_v, d_model] on the device of the pass."""
         H, D, _ = W_O.shape
-        W_O, self.W_size = unit_size(W_O.float())
+        W_O, self.W_size = unit_size(torch.empty(W_O.shape, device=W_O.device).copy_(W_O))  # float32 rows one after the other
         flat = W_O.flatten(0, 1)
         self.H, self.D = H, D
         self.metric = [product_of_rows(flat[block], flat[rest]) for block, rest in self._halves()]  # W_O W_O^T, [H D_v, H D_v]
@@ -232,12 +232,16 @@ class OutputGram:
             gram[:, heads, others] = block_sums(products.mul_(metric), self.D)
         return gram.triu() + gram.triu(1).transpose(1, 2)
 
-    def _whole_metric(self) -> Tensor:
-        """W_O^i W_O^jT by head, [H, D_v, H, D_v] float64."""
-        whole = torch.zeros(self.H * self.D, self.H * self.D, dtype=torch.float64, device=self.sums.device)
-        for (block, rest), metric in zip(self._halves(), self.metric, strict=True):
-            whole[block, rest] = metric.double()
-        return (whole.triu() + whole.triu(1).T).view(self.H, self.D, self.H, self.D)
+    def _toward(self, point: Tensor) -> Tensor:
+        """W_O^i W_O^jT m_j of all heads i, j, [H, D_v, H] float64. point: m, [H D_v]."""
+        mean = point.view(self.H, self.D)
+        toward = point.new_empty(self.H * self.D, self.H)
+        for (block, _), metric in zip(self._halves(), self.metric, strict=True):
+            rows, heads = metric.double(), slice(block.start // self.D, block.stop // self.D)
+            toward[block, heads.start :] = torch.einsum("xjb,jb->xj", rows.unflatten(1, (-1, self.D)), mean[heads.start :])
+            below = rows[:, len(rows) :].unflatten(0, (-1, self.D))  # mirrored: what lies below the diagonal
+            toward[block.stop :, heads] = torch.einsum("jbx,jb->xj", below, mean[heads])
+        return toward.view(self.H, self.D, self.H)
 
     def state(self) -> dict[str, Tensor]:
         """What restore() takes, in another process. The output projection is not part of it."""
@@ -281,10 +285,9 @@ class OutputGram:
 
     def _about(self, point: Tensor, sums: Tensor, firsts: Tensor, counts: Tensor) -> Tensor:
         """Sums of products as they are about another point. point: [H D_v], from the one that the sums are about. [S, H, H]."""
-        mean = point.view(self.H, self.D)
-        toward = torch.einsum("iajb,jb->iaj", self._whole_metric(), mean)  # W_O^i W_O^jT m_j
+        toward = self._toward(point)
         cross = torch.einsum("sia,iaj->sij", firsts.view(-1, self.H, self.D), toward)
-        square = torch.einsum("ia,iaj->ij", mean, toward)
+        square = torch.einsum("ia,iaj->ij", point.view(self.H, self.D), toward)
         return sums - cross - cross.transpose(1, 2) + counts[:, None, None] * square
 
 

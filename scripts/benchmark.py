@@ -280,7 +280,7 @@ def _grow(
     for name, (number, operations) in shown.items():
         for quantity, each in series.items():
             sizes = [getattr(case, quantity) for case in each]
-            seconds = [round(found[str(case)][number], 4) for case in each]
+            seconds = [round(found[str(case)][number], 6) for case in each]
             slope, expected = exponent(sizes, seconds), exponent(sizes, [operations(case) for case in each])
             limit = LIMITS[name][quantity]
             for key, value in {"sizes": sizes, "seconds": seconds, "exponent": slope, "expected": expected, "limit": limit}.items():

@@ -114,7 +114,7 @@ def test_a_trigram_model_knows_a_text_that_repeats(script: ModuleType) -> None:
 @pytest.mark.slow
 def test_two_processes_train_the_same_model_as_one(script: ModuleType, config: Path, tmp_path: Path) -> None:
     train(script, config, tmp_path / "alone", steps=3)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517", str(TOP / "scripts" / "train.py")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(TOP / "scripts" / "train.py")]
     options = ["--config", config, "--text", TEXT, "--steps", 3, "--batch-size", 4, "--variant", "lrkv", "--out", tmp_path / "both"]
     done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
