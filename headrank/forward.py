@@ -26,7 +26,7 @@ from headrank.store import LayerFacts
 from headrank.tokens import Sequences
 
 A = TypeVar("A", ScoreGram, OutputGram, HeadMoments)
-TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 65536}  # where no batch size is asked for: more is no faster on a CPU; halved until it fits
+TOKENS_PER_BATCH = {"cpu": 1024, "cuda": 65536}  # where no batch size is asked for: more is hardly faster on a CPU; halved until it fits
 WORK_TOKENS = 4096  # of the smallest batch that room is kept for on a device; where more is left, batches are larger
 WORK_BYTES = 1 << 30  # beside them: blocks of scores and outputs, several of accumulators.CUDA_BLOCK_BYTES each
 MOST_GROUPS = 256  # of sequences, in estimates of memory
