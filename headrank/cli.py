@@ -118,7 +118,7 @@ class Shared:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of sequences.")] = 0
     skip_first: Annotated[int, typer.Option(min=0, help="Leave out the first tokens of each sequence (attention sinks).")] = 0
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences a batch [default: as many as fit].")] = None
-    device: Annotated[Device, typer.Option(help="Where the forward pass runs.")] = Device.auto
+    device: Annotated[Device, typer.Option(help="Where it is computed; auto takes CUDA where it is there.")] = Device.auto
     dtype: Annotated[Dtype, typer.Option(help="Numbers of the forward pass; auto: bfloat16 on CUDA, else float32.")] = Dtype.auto
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("headrank-out")
     format: Annotated[list[Format] | None, typer.Option(help="Figure formats: png, pdf, svg [default: png].")] = None

@@ -9,6 +9,7 @@ import torch
 from headrank import placement
 from headrank.diversity import similarity
 from headrank.errors import HeadrankError
+from headrank.factors import head_factors
 from headrank.forward import DecoderRunner, pass_over
 from headrank.gram import factored_gram
 from headrank.store import LayerFacts
@@ -107,3 +108,18 @@ def test_the_gram_of_factors_is_that_of_the_cpu() -> None:
     expected = factored_gram(left, right, heads, heads)
     found = factored_gram(left.cuda(), right.cuda(), heads, heads).cpu()
     np.testing.assert_allclose(similarity(found.numpy()), similarity(expected.numpy()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("circuit", ["qk", "ov"])
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_those_of_the_cpu(dtype: torch.dtype, kind: str, circuit: str) -> None:
+    """16-bit numbers stay as they are stored, and their products have float32 sums."""
+    checkpoint, architecture = checkpoint_of(decoder(CONFIGS[kind]).to(dtype))
+    found = []
+    for device in ("cpu", "cuda"):
+        factors = head_factors(checkpoint, architecture, architecture.layers[1], circuit, device=torch.device(device), as_stored=True)
+        assert factors.left.device.type == device
+        gram = factored_gram(factors.left, factors.right, factors.left_of_head, factors.right_of_head)
+        found.append(similarity(gram.cpu().numpy()))
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
