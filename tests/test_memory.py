@@ -10,7 +10,7 @@ import pytest
 from headrank.memory import kept
 
 LINUX = Path("/proc/self/statm").exists()
-GLIBC = hasattr(ctypes.CDLL(None), "malloc_trim")
+GLIBC = LINUX and hasattr(ctypes.CDLL(None), "malloc_trim")  # nothing else takes None
 IN_A_PROCESS_OF_ITS_OWN = """
 import json, resource, torch
 from headrank.memory import kept
@@ -34,7 +34,7 @@ print(json.dumps(held))
 """
 
 
-@pytest.mark.skipif(not (LINUX and GLIBC), reason="needs Linux with glibc")
+@pytest.mark.skipif(not GLIBC, reason="needs Linux with glibc")
 def test_memory_that_is_freed_stays_until_the_end() -> None:
     """A process that has freed much before may hold it from the start, so this one is new."""
     result = subprocess.run([sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN], stdout=subprocess.PIPE, text=True, check=True)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -101,4 +100,5 @@ def _sample(file: Path, digest: "hashlib._Hash", starts: Iterable[int]) -> None:
             digest.update(stream.read())
             return
         for start in sorted({*range(0, size, SAMPLE_EVERY), *starts, size - SAMPLE_BYTES}):
-            digest.update(os.pread(stream.fileno(), SAMPLE_BYTES, start))
+            stream.seek(start)
+            digest.update(stream.read(SAMPLE_BYTES))
