@@ -191,8 +191,8 @@ def _factor(
     """[n, in (+ 1), size], and the power of two that was taken out of it because float32 cannot hold it."""
     wide = _size_of(reader, projection, raw)
     dtype = torch.float64 if wide else torch.float32
-    if as_stored and (stored := _only_step(projection, raw=raw, with_bias=with_bias)) and reader.whole(stored.weight.tensor).dtype.itemsize == 2:
-        dtype = reader.whole(stored.weight.tensor).dtype
+    if as_stored and (step := _only_step(projection, raw=raw, with_bias=with_bias)) and (stored := reader.whole(step.weight.tensor).dtype).itemsize == 2:
+        dtype = stored
     matrix, row = _evaluate(reader, projection, dtype, raw=raw, only=only)
     if row is not None and with_bias:
         matrix = torch.cat((matrix, row.unsqueeze(1)), 1)

@@ -22,14 +22,13 @@ from headrank.model import Decoder, load_decoder
 from headrank.moments import HeadMoments, linear_cka_gram
 from headrank.placement import Needs, place_parts
 from headrank.resume import SavedPass
-from headrank.store import LayerFacts
+from headrank.store import MAX_GROUPS, LayerFacts
 from headrank.tokens import Sequences
 
 A = TypeVar("A", ScoreGram, OutputGram, HeadMoments)
 TOKENS_PER_BATCH = {"cpu": 1024, "cuda": 65536}  # where no batch size is asked for: more is hardly faster on a CPU; halved until it fits
 WORK_TOKENS = 4096  # of the smallest batch that room is kept for on a device; where more is left, batches are larger
 WORK_BYTES = 1 << 30  # beside them: blocks of scores and outputs, several of accumulators.CUDA_BLOCK_BYTES each
-MOST_GROUPS = 256  # of sequences, in estimates of memory
 RUN_BY_TRANSFORMERS = ("safetensors", "safetensors shards", "pytorch", "pytorch shards", "gguf", "gguf parts")
 
 
@@ -260,11 +259,11 @@ def needs_of(checkpoint: Checkpoint, architecture: Architecture, layers: Sequenc
 def sums_bytes(layer: AttentionLayer, circuits: Sequence[str]) -> int:
     """Bytes of the accumulators of one layer, at most. circuits: names of the Gram matrices to make, see headrank.measures."""
     H, n, G = layer.n_head, layer.n_head * layer.d_v, layer.n_kv_head
-    grams = 8 * MOST_GROUPS * H * H
+    grams = 8 * MAX_GROUPS * H * H
     rows = max(PRODUCT_ROWS, layer.d_v)
     sizes = {
         "qk": grams,
-        "ov": grams + 8 * MOST_GROUPS * n + 2 * n * (n + rows),  # half of a float32 matrix [n, n], and a block of rows
+        "ov": grams + 8 * MAX_GROUPS * n + 2 * n * (n + rows),  # half of a float32 matrix [n, n], and a block of rows
         "cka": 8 * n * n,
         "keys": 8 * (G * layer.d_qk) ** 2,
         "values": 8 * (G * layer.d_v) ** 2,

@@ -20,12 +20,12 @@ from headrank.measures import OPERATOR, check_source, find_measure
 from headrank.memory import kept
 from headrank.processes import ALONE, Team, team
 from headrank.selection import ModelRef, resolve_layers
-from headrank.store import LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
+from headrank.store import MAX_GROUPS, LayerFacts, Measurement, ModelFacts, Store, is_measurement, read_measurement
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrank.architectures import Architecture
+    from headrank.architectures import Architecture, AttentionLayer
     from headrank.checkpoints import Checkpoint
     from headrank.forward import Recorder
     from headrank.gram import Workspace
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 OWN_MODELS = (MODEL_TYPE, "nanochat")  # run by our own decoder
 FORM = {"measure": OPERATOR, "rope_offset": 0, "rope_mean": None}  # settings of what is measured of the heads, and what is plain
-MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
 GPU_DEVICES = ("nvidia", "nvhost", "nvmap", "nvgpu", "dxg", "kfd")  # beginnings of what stands in /dev where there is a GPU: Linux, WSL, Jetson, AMD
 KEEP_EVERY = 60.0  # seconds between two times that layers of one model are kept while others are still measured
 
@@ -338,7 +337,7 @@ class _WeightsWork:
         """Gram matrices of some layers, or why there are none. following: which come next. done: how far the measurement has come then."""
         from headrank.factors import tensors_read
 
-        places = {(layer.group, layer.index): layer for layer in self.architecture.layers}
+        places = self._places
         for layer in following:  # is read from the disk or the net while this one is worked on
             for circuit in self.grams:
                 self.checkpoint.expect(tensors_read(places[layer.group, layer.index], circuit))
@@ -358,6 +357,10 @@ class _WeightsWork:
 
     def saved_pass(self, folder: Path, key: str, layers: Sequence[LayerFacts], progress: Progress, team: Team) -> None:
         """Layers are kept as they are: there is no pass to continue."""
+
+    @cached_property
+    def _places(self) -> "dict[tuple[str, int], AttentionLayer]":
+        return {(layer.group, layer.index): layer for layer in self.architecture.layers}
 
     @cached_property
     def _workspaces(self) -> "tuple[Workspace, Workspace]":

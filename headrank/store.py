@@ -20,6 +20,7 @@ from headrank.output import replace_atomically
 SCHEMA = 1
 TOKENS = {"source": str, "sha256": str, "n_sequences": int, "seq_len": int, "n_tokens": int, "seed": int}
 MOST_HEADS = 1 << 14
+MAX_GROUPS = 256  # of sequences that keep Grams of their own; enough for any bootstrap, and bounded
 T = TypeVar("T")
 
 

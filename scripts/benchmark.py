@@ -31,7 +31,7 @@ from make_checkpoint import write_untrained
 from rich.console import Console
 from rich.table import Table
 
-from headrank.config import load_family
+from headrank.config import ModelConfig, load_family
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
@@ -128,12 +128,17 @@ def weights(report: Report, size: str) -> None:
         "over_floor": ours["seconds"] / least["seconds"],
         "speedup_over_materialising": obvious["seconds"] / ours["seconds"],
         "memory_over_materialising": ours["peak"] / obvious["peak"],
-        "peak_layers": ours["peak"] / least["layer_bytes"],
+        "peak_layers": ours["peak"] / layer_bytes(load_family(CONFIGS / f"{size}.toml").variant("mha").model),
     }
     for name, ratio in ratios.items():
         report.put(ratio, "weights", size, name)
     report.say(f"weights {size}", ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
     report.say(f"weights {size}: floor", f"product by torch {least['torch']:.3f} s, fastest known {least['fastest']:.3f} s, reading {least['read']:.3f} s")
+
+
+def layer_bytes(model: ModelConfig) -> int:
+    """Of Q, K, V and O of one layer of plain heads in float32."""
+    return 4 * 4 * model.d_model * model.n_head * model.d_head
 
 
 def variants(report: Report, size: str) -> None:
@@ -142,7 +147,7 @@ def variants(report: Report, size: str) -> None:
         if variant.name != "mha":
             with report.checkpoint(size, variant=variant.name) as path:
                 found = report.compare(f"weights {size} {variant.name}", {"weights": job("weights", path=path)})["weights"]
-            layers = found["peak"] / (16 * variant.model.d_model * variant.model.n_head * variant.model.d_head)  # of plain heads in float32
+            layers = found["peak"] / layer_bytes(variant.model)
             report.put({"seconds": round(found["seconds"], 3), "peak_layers": round(layers, 3)}, "weights", size, "variants", variant.name)
             report.say(f"weights {size} {variant.name}", f"peak_layers {layers:.2f}")
 

@@ -77,7 +77,7 @@ def floor(path: str) -> dict[str, Any]:
                 product(a, b), product(a, b)  # two circuits
 
         seconds[name] = meter.seconds(multiply)
-    return {"seconds": max(seconds["read"], min(seconds["torch"], seconds["fastest"])), **seconds, "layer_bytes": 16 * _attention_size(architecture)}
+    return {"seconds": max(seconds["read"], min(seconds["torch"], seconds["fastest"])), **seconds}
 
 
 _made: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
@@ -91,11 +91,6 @@ def _factors_of(layer: AttentionLayer, architecture: Architecture) -> tuple[Tens
     if shape not in _made:
         _made[shape] = torch.randn(shape[0], shape[1]), torch.randn(shape[2], shape[1])
     return _made[shape]
-
-
-def _attention_size(architecture: Architecture) -> int:
-    """Numbers in one of Q, K, V, O of plain heads."""
-    return architecture.d_model * architecture.n_head * architecture.d_head
 
 
 # Activations

@@ -150,7 +150,7 @@ def test_the_estimate_of_sums_is_what_accumulators_hold(name: str, circuits: tup
     kind = {"n_kv_head": 2} if name == "gqa" else {"d_latent": 19, "d_rope": 8}
     config = ModelConfig(kind=name[:3], **{**GEOMETRY, **wide, **kind})
     checkpoint, architecture = checkpoint_of(decoder(config))
-    recorder = Recorder([LayerFacts(index=1, n_head=8, n_kv_head=config.n_kv_head)], circuits, n_groups=forward.MOST_GROUPS)
+    recorder = Recorder([LayerFacts(index=1, n_head=8, n_kv_head=config.n_kv_head)], circuits, n_groups=forward.MAX_GROUPS)
     recorder.begin_batch(torch.arange(3), None)
     ids = torch.zeros(3, 5, dtype=torch.long)
     DecoderRunner(checkpoint, device=CPU, dtype=torch.float32).run(ids, None, recorder, last_layer=1)
@@ -164,7 +164,7 @@ def test_the_estimate_of_sums_is_what_accumulators_hold(name: str, circuits: tup
 
 
 def test_the_estimates_count_as_many_groups_as_a_measurement_keeps() -> None:
-    assert forward.MOST_GROUPS == measure.MAX_GROUPS
+    assert forward.MAX_GROUPS == measure.MAX_GROUPS
 
 
 # Our decoder

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrank.checkpoints.base import Checkpoint, TensorInfo
 from headrank.checkpoints.files import inside, regular_size
-from headrank.checkpoints.safetensors import BITS, Span, mapped, will_be_read
+from headrank.checkpoints.safetensors import BITS, TORCH_NAMES, Span, mapped, will_be_read
 from headrank.errors import HeadrankError
 
 if TYPE_CHECKING:
@@ -28,11 +28,7 @@ SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 KEPT_ENTRIES = 4096  # longer arrays are vocabularies: their length is kept, not their entries
-# Types that are plain numbers: id -> name, torch's type. All others are quantised.
-PLAIN = {
-    0: ("F32", "float32"), 1: ("F16", "float16"), 24: ("I8", "int8"), 25: ("I16", "int16"), 26: ("I32", "int32"),
-    27: ("I64", "int64"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16"),
-}  # fmt: skip
+PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}  # types that are plain numbers; all others are quantised
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class GgufCheckpoint(Checkpoint):
             raise HeadrankError(f"{info.file}: {name} cannot be read, the file changed: {error}") from None
         if entry.type_id in PLAIN:
             raw = torch.frombuffer(data, dtype=torch.uint8) if math.prod(info.shape) else torch.empty(0, dtype=torch.uint8)
-            return raw.view(getattr(torch, PLAIN[entry.type_id][1])).view(info.shape)
+            return raw.view(getattr(torch, TORCH_NAMES[info.dtype])).view(info.shape)
         package = _gguf_package(info.file)
         blocks = np.frombuffer(data, dtype=np.uint8).reshape(*info.shape[:-1], -1)
         try:
@@ -229,8 +225,7 @@ def _place(reader: _Header, headers: list[tuple[str, tuple[int, ...], int, int]]
 def _type(file: Path, name: str, type_id: int) -> tuple[str, int, int]:
     """Name, numbers a block, bytes a block."""
     if type_id in PLAIN:
-        type_name = PLAIN[type_id][0]
-        return type_name, 1, BITS[type_name] // 8
+        return PLAIN[type_id], 1, BITS[PLAIN[type_id]] // 8
     package = _gguf_package(file)
     try:
         quantization = package.GGMLQuantizationType(type_id)
